@@ -1,0 +1,1 @@
+"""Commands that train, score and show the language models of `kuramoto_jax`."""

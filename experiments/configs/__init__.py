@@ -1,0 +1,1 @@
+"""Configuration files, one run a file; each begins with its command and what to expect."""

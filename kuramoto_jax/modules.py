@@ -1,0 +1,246 @@
+"""Linen modules of the Kuramoto language model: parameters and names, no mathematics of their own.
+
+The mathematics is in `kuramoto_jax.layer`; here it is given parameters and mapped over batch and
+heads. Attention runs head-major, on [B, H, T, K].
+"""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kuramoto_jax import cache as caching
+from kuramoto_jax import layer
+from kuramoto_jax.config import ModelConfig
+
+LayerCache = tuple[jax.Array, jax.Array]
+
+
+def position_rates(model: ModelConfig, width: int) -> np.ndarray:
+    """Geometric RoPE rates base^(-j / width), j = 0 .. width - 1, in radians a position."""
+    return model.rate_base ** (-np.arange(width) / width)
+
+
+def _phase_init(model: ModelConfig) -> Callable:
+    """Initial phases: uniform in +-spread, the spread constant or growing along each head.
+
+    A ramp pairs nearly agreeing phases with fast drift, which lets those coordinates carry
+    position, and widely spread ones with slow drift, which lets those carry content.
+    """
+
+    def init(key: jax.Array, shape: tuple[int, int], dtype: jnp.dtype = jnp.float32) -> jax.Array:
+        spread_K = np.full(model.head_width, model.phase_spread)
+        if model.phase_init == "ramp":
+            spread_K = np.linspace(model.phase_spread_min, model.phase_spread, model.head_width)
+        spread_D = jnp.asarray(np.tile(spread_K, model.heads), dtype)
+        return jax.random.uniform(key, shape, dtype, -1.0, 1.0) * spread_D[None, :]
+
+    return init
+
+
+class PhaseEmbed(nn.Module):
+    """Learned phase embedding: each symbol is D angles (paper, section 2)."""
+
+    config: ModelConfig
+
+    def setup(self) -> None:
+        """Declares `phases` [V, D], in radians."""
+        self.phases = self.param(
+            "phases", _phase_init(self.config), (self.config.symbols, self.config.width)
+        )
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Returns the angles [B, T, D] of tokens [B, T]."""
+        return jnp.take(self.phases, tokens_BT, axis=0)
+
+
+class KuramotoAttention(nn.Module):
+    """Steps 1 to 6 of the layer: gates, coupling, and the signed value gate that scales it.
+
+    The gates read the lift of all D coordinates of a token and are normalised within each head;
+    tau is a scalar a head and omega a rate a coordinate.
+    """
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self, theta_BTD: jax.Array, cache: LayerCache | None = None, position: jax.Array | int = 0
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Returns the increment v(theta) a [B, T, D] before the bound, and the extended cache."""
+        config = self.config
+        heads, width = config.heads, config.head_width
+        theta_BTHK = theta_BTD.reshape(*theta_BTD.shape[:2], heads, width)
+        theta_BHTK = theta_BTHK.transpose(0, 2, 1, 3)
+        lift_BTHC = layer.phase_features(theta_BHTK).transpose(0, 2, 1, 3).astype(config.dtype)
+
+        def readout(name: str, bias: np.ndarray) -> jax.Array:
+            dense = nn.DenseGeneral(
+                (heads, width),
+                axis=(-2, -1),
+                dtype=config.dtype,
+                bias_init=lambda key, shape, dtype: jnp.asarray(bias.reshape(shape), dtype),
+                name=name,
+            )
+            return dense(lift_BTHC).transpose(0, 2, 1, 3)
+
+        none = np.zeros((heads, width))
+        gate_q_BHTK = layer.normalized_gate(readout("gate_q", none))
+        gate_k_BHTK = layer.normalized_gate(readout("gate_k", none))
+        value_bias = {
+            "ones": np.ones((heads, width)),
+            "alternating": np.tile(1.0 - np.arange(width) % 2, (heads, 1)),
+            "zeros": none,
+        }[config.value_bias]
+        value_gate_BHTK = readout("value_gate", value_bias).astype(theta_BTD.dtype)
+
+        tau_H = self.param("tau", nn.initializers.constant(config.tau), (heads,))
+        rates_K = position_rates(config, width) * config.rate_scale * (config.rates == "rope")
+        omega_HK = self.param(
+            "omega", lambda key: jnp.asarray(np.tile(rates_K, (heads, 1)), jnp.float32)
+        )
+
+        if cache is None:
+            coupling_BHTK = _over_batch_and_heads(
+                lambda *arrays: layer.kuramoto_attention(
+                    *arrays, implementation=config.implementation
+                )
+            )(theta_BHTK, gate_q_BHTK, gate_k_BHTK, tau_H, omega_HK)
+        else:
+            positions_T = caching.chunk_positions(jnp.asarray(position), theta_BTD.shape[1])
+            features = _over_batch_and_heads(
+                lambda *arrays: layer.attention_features(*arrays, positions_T)
+            )(theta_BHTK, gate_q_BHTK, gate_k_BHTK, tau_H, omega_HK)
+            resultant_BHTC, *cache = caching.cached_attention(*features, *cache, position)
+            coupling_BHTK = layer.tangent_from_features(theta_BHTK, resultant_BHTC)
+        increment_BHTK = value_gate_BHTK * coupling_BHTK
+        return increment_BHTK.transpose(0, 2, 1, 3).reshape(theta_BTD.shape), cache
+
+
+def _over_batch_and_heads(function: Callable) -> Callable:
+    """Maps a function of one head over [B, H, ...] phases and gates and [H, ...] parameters."""
+    over_heads = jax.vmap(function)
+    return jax.vmap(over_heads, in_axes=(0, 0, 0, None, None))
+
+
+class PhaseSwiGLU(nn.Module):
+    """SwiGLU on a token's own phases: W_out (silu(W_gate x) * W_up x) (paper, section 2, step 8).
+
+    x is the raw angle, which depends on the representative theta or theta + 2 pi, or the lift
+    psi(theta), which does not.
+    """
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, theta_BTD: jax.Array) -> jax.Array:
+        """Returns the increment [B, T, D] before the bound."""
+        config = self.config
+        if config.feedforward == "lift":
+            inputs = layer.phase_features(theta_BTD).astype(config.dtype)
+        else:
+            inputs = theta_BTD
+        shape = (inputs.shape[-1], config.hidden)
+        lecun = nn.initializers.lecun_normal()
+        gate = _angle_product(inputs, self.param("gate", lecun, shape), config.dtype)
+        up = _angle_product(inputs, self.param("up", lecun, shape), config.dtype)
+        out = nn.Dense(
+            theta_BTD.shape[-1],
+            use_bias=False,
+            dtype=config.dtype,
+            kernel_init=nn.initializers.variance_scaling(
+                config.feedforward_scale**2, "fan_in", "truncated_normal"
+            ),
+            name="out",
+        )
+        return out(nn.silu(gate) * up).astype(theta_BTD.dtype)
+
+
+def _angle_product(inputs: jax.Array, kernel: jax.Array, dtype: str) -> jax.Array:
+    """Returns inputs @ kernel in the compute type without rounding angles to it.
+
+    In bfloat16 an angle goes in as the sum of two numbers, 16 significant bits together.
+    """
+    kernel = kernel.astype(dtype)
+    high = inputs.astype(dtype)
+    product = jnp.dot(high, kernel)
+    if high.dtype == inputs.dtype:
+        return product
+    return product + jnp.dot((inputs - high.astype(inputs.dtype)).astype(dtype), kernel)
+
+
+class TanhBound(nn.Module):
+    """Tanh bound on increments with a learned radius a coordinate (paper, section 2, step 7)."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, increment_BTD: jax.Array) -> jax.Array:
+        """Returns the bounded increment [B, T, D], in radians."""
+        radius_D = self.param(
+            "radius", nn.initializers.constant(self.config.radius), increment_BTD.shape[-1:]
+        )
+        return layer.bounded(increment_BTD, radius_D, self.config.bound)
+
+
+class KuramotoBlock(nn.Module):
+    """One layer: theta += bound(v a), then theta += bound(SwiGLU(theta)); no normalisation."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self, theta_BTD: jax.Array, cache: LayerCache | None = None, position: jax.Array | int = 0
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Returns the moved phases [B, T, D] and the extended cache."""
+        increment_BTD, cache = KuramotoAttention(self.config, name="attention")(
+            theta_BTD, cache, position
+        )
+        theta_BTD = theta_BTD + TanhBound(self.config, name="attention_bound")(increment_BTD)
+        increment_BTD = PhaseSwiGLU(self.config, name="feedforward")(theta_BTD)
+        theta_BTD = theta_BTD + TanhBound(self.config, name="feedforward_bound")(increment_BTD)
+        return theta_BTD, cache
+
+
+class PhaseReadout(nn.Module):
+    """Logits by phase alignment: logit_c = scale sum_j cos(theta_j - phi_cj) + bias_c.
+
+    phi is the embedding's phases (tied), or phases of its own.
+    """
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, theta_BTD: jax.Array, phases_VD: jax.Array) -> jax.Array:
+        """Returns float32 logits [B, T, V] of phases against the embedding's phases [V, D]."""
+        config = self.config
+        if not config.tied_readout:
+            phases_VD = self.param("phases", _phase_init(config), phases_VD.shape)
+        scale = self.param("scale", nn.initializers.constant(config.readout_scale), ())
+        bias_V = self.param("bias", nn.initializers.zeros_init(), (config.symbols,))
+        alignment_BTV = jax.lax.dot_general(
+            layer.phase_features(theta_BTD).astype(config.dtype),
+            layer.phase_features(phases_VD).astype(config.dtype),
+            (((2,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        return scale * alignment_BTV + bias_V[None, None, :]
+
+
+def stack_blocks(block: type[nn.Module], config: ModelConfig, name: str = "blocks") -> nn.Module:
+    """Returns `config.layers` blocks as one `nn.scan`, their parameters stacked on a leading axis.
+
+    Called as `blocks(state, cache, position)` with the cache's layers leading, or None.
+    """
+    if config.remat:
+        block = nn.remat(block, prevent_cse=False)
+    return nn.scan(
+        block,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=(0, nn.broadcast),
+        length=config.layers,
+        unroll=min(config.unroll, config.layers),
+    )(config, name=name)

@@ -1,0 +1,42 @@
+"""The device mesh and what lies where on it.
+
+One axis, "data": windows of a batch are split over it, parameters are the same everywhere. One
+device is the one-element mesh.
+"""
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kuramoto_jax.config import ConfigError
+
+
+def make_mesh() -> Mesh:
+    """Returns the mesh of all local devices."""
+    return Mesh(np.asarray(jax.local_devices()), ("data",))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same value on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def split_batch(mesh: Mesh) -> NamedSharding:
+    """The leading axis split over the devices."""
+    return NamedSharding(mesh, PartitionSpec("data"))
+
+
+def check_batch(batch_size: int, mesh: Mesh) -> None:
+    """Checks that the devices divide a batch.
+
+    Raises:
+      ConfigError: if they do not; the message names two sizes that would do.
+    """
+    devices = mesh.size
+    if batch_size % devices:
+        lower = batch_size - batch_size % devices
+        valid = " or ".join(str(size) for size in (lower, lower + devices) if size)
+        raise ConfigError(
+            f"train.batch_size={batch_size}: must be a multiple of the {devices} devices, "
+            f"such as {valid}"
+        )

@@ -1,0 +1,585 @@
+"""Training: state, step, evaluation, and `fit`, where the parts meet.
+
+A batch is a pure function of (seed, step), gathered on the device inside the compiled step, and one
+compiled call runs several optimizer steps. The host dispatches a call and only then fetches the
+metrics of the one before, so the device never waits for it.
+"""
+
+import functools
+import importlib.metadata
+import json
+import platform
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jax.sharding import Mesh
+
+from kuramoto_jax import data, optim, sharding
+from kuramoto_jax.baselines import LanguageModel, bigram_bpc, build
+from kuramoto_jax.checkpoint import Checkpoints
+from kuramoto_jax.config import Config, ConfigError, flatten
+from kuramoto_jax.generate import as_text, generate
+from kuramoto_jax.loss import bits, next_byte_loss
+from kuramoto_jax.metrics import (
+    MetricsWriter,
+    duration,
+    progress_line,
+    read_rows,
+    write_atomically,
+)
+
+# Keys that a run may change when it is continued; every other one defines what is computed.
+MAY_CHANGE = (
+    "train.steps",
+    "train.eval_batch_size",
+    "train.log_every",
+    "train.eval_every",
+    "train.checkpoint_every",
+    "train.keep",
+    "train.sample_length",
+    "train.tensorboard",
+)
+
+
+class TrainError(RuntimeError):
+    """A run that cannot go on; the message is one line that says why and what to do."""
+
+
+@struct.dataclass
+class TrainState:
+    """Everything a step reads and writes.
+
+    Attributes:
+      step: [] int32, optimizer steps done.
+      params: the model's parameters.
+      opt_state: the optimizer's state.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+
+
+def param_count(params: Any) -> int:
+    """Returns the number of trainable scalars in a parameter tree, each array counted once."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def init_params(model: LanguageModel, seed: int) -> Any:
+    """Returns initial parameters: a pure function of the seed, whatever the devices."""
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    return model.init(jax.random.key(seed), tokens)["params"]
+
+
+def init_state(config: Config, mesh: Mesh) -> TrainState:
+    """Returns the state at step 0, laid out on the mesh."""
+    model = build(config.model)
+    optimizer = optim.make_optimizer(config.optim, config.train.steps)
+
+    def init() -> TrainState:
+        params = init_params(model, config.seed)
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+    return jax.jit(init, out_shardings=sharding.replicated(mesh))()
+
+
+def train_step(
+    state: TrainState,
+    windows: jax.Array,
+    *,
+    model: LanguageModel,
+    optimizer: optax.GradientTransformation,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One optimizer step on one batch.
+
+    Args:
+      state: state before the step.
+      windows: [B, T + 1] bytes: inputs are the first T, targets the last T.
+      model: the language model.
+      optimizer: from `optim.make_optimizer`.
+
+    Returns:
+      The state after the step, and `loss` (nats a byte) and `grad_norm`, before clipping.
+    """
+    tokens = windows.astype(jnp.int32)
+
+    def mean_loss(params: Any) -> jax.Array:
+        logits = model.apply({"params": params}, tokens[:, :-1])
+        nats_B, count_B = next_byte_loss(logits, tokens[:, 1:])
+        return jnp.sum(nats_B) / jnp.sum(count_B)
+
+    loss, grads = jax.value_and_grad(mean_loss)(state.params)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+    return TrainState(state.step + 1, params, opt_state), metrics
+
+
+def make_train_steps(config: Config, mesh: Mesh) -> Callable:
+    """Returns a jitted `(state, corpus, count) -> (state, metrics)` that runs `count` steps.
+
+    `count` is a traced number up to `train.log_every`: the loop is compiled once. Each metric is an
+    array of `train.log_every` values, of which the first `count` are set. The state is donated.
+    """
+    step_fn = functools.partial(
+        train_step,
+        model=build(config.model),
+        optimizer=optim.make_optimizer(config.optim, config.train.steps),
+    )
+
+    def body(
+        index: jax.Array, carry: tuple[TrainState, dict], corpus_N: jax.Array
+    ) -> tuple[TrainState, dict]:
+        state, history = carry
+        windows = data.batch_at(
+            corpus_N,
+            config.seed,
+            state.step,
+            batch_size=config.train.batch_size,
+            window=config.data.window,
+        )
+        windows = jax.lax.with_sharding_constraint(windows, sharding.split_batch(mesh))
+        state, metrics = step_fn(state, windows)
+        return state, {name: history[name].at[index].set(metrics[name]) for name in history}
+
+    def train_steps(
+        state: TrainState, corpus_N: jax.Array, count: jax.Array
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        empty = jnp.full((config.train.log_every,), jnp.nan)
+        carry = (state, {"loss": empty, "grad_norm": empty})
+        return jax.lax.fori_loop(0, count, lambda i, c: body(i, c, corpus_N), carry)
+
+    whole = sharding.replicated(mesh)
+    return jax.jit(
+        train_steps,
+        donate_argnums=0,
+        in_shardings=(whole, whole, whole),
+        out_shardings=(whole, whole),
+    )
+
+
+class Evaluator:
+    """Scores whole texts, each byte once; compiled once for all of them."""
+
+    def __init__(
+        self, model: LanguageModel, *, window: int, stride: int, batch_size: int, mesh: Mesh
+    ) -> None:
+        """Sets the context: windows of `window` bytes, `stride` apart.
+
+        `batch_size` windows, rounded up to a multiple of the devices, go through the model at once.
+        """
+        self._window, self._stride = window, stride
+        self._batch_size = -(-batch_size // mesh.size) * mesh.size
+
+        def score(params: Any, windows: jax.Array, weights: jax.Array) -> jax.Array:
+            tokens = windows.astype(jnp.int32)
+            logits = model.apply({"params": params}, tokens[:, :-1])
+            return next_byte_loss(logits, tokens[:, 1:], weights)[0]
+
+        whole, split = sharding.replicated(mesh), sharding.split_batch(mesh)
+        self._score = jax.jit(score, in_shardings=(whole, split, split), out_shardings=split)
+
+    def __call__(self, params: Any, text: np.ndarray) -> float:
+        """Returns bits per character (bits a byte) of `text` [N] uint8 over bytes 1 .. N - 1.
+
+        Every scored byte has at least window - stride bytes of context, but for those of the first
+        window. Padding has weight 0, and the sums of windows are added in float64, so the result
+        does not depend on the batch size or on the number of devices.
+        """
+        plan = data.evaluation_windows(text.size, self._window, self._stride)
+        sums = []
+        for first in range(0, len(plan), self._batch_size):
+            part = plan[first : first + self._batch_size]
+            index = part[:, :1] + np.arange(self._window + 1)
+            target = index[:, 1:]
+            weights = (target >= part[:, 1:]) & (target < text.size)
+            windows = text[np.minimum(index, text.size - 1)]
+            missing = self._batch_size - len(part)
+            windows = np.pad(windows, ((0, missing), (0, 0)))
+            weights = np.pad(weights.astype(np.float32), ((0, missing), (0, 0)))
+            sums.append(self._score(params, windows, weights))
+        nats = sum(float(np.sum(np.asarray(part, np.float64))) for part in sums)
+        return bits(nats / (text.size - 1))
+
+
+def evaluate(
+    model: LanguageModel,
+    params: Any,
+    text: np.ndarray,
+    *,
+    window: int,
+    stride: int | None = None,
+    batch_size: int = 64,
+    mesh: Mesh | None = None,
+) -> float:
+    """Returns the bits per character of a text; see `Evaluator`. The stride defaults to `window`."""
+    evaluator = Evaluator(
+        model,
+        window=window,
+        stride=stride or window,
+        batch_size=batch_size,
+        mesh=mesh or sharding.make_mesh(),
+    )
+    return evaluator(params, text)
+
+
+class _StopRequest:
+    """Notes SIGINT and SIGTERM while the run finishes its step; a second one acts at once."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "_StopRequest":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._previous[number] = signal.signal(number, self._note)
+            except ValueError:  # not in the main thread, such as a notebook's: signals stay as is
+                return self
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.name = signal.Signals(number).name
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+
+def _differing_keys(stored: dict[str, Any], config: Config) -> list[str]:
+    """Returns "key: old -> new" for each key that a continued run must not change."""
+    old, new = flatten(stored), flatten(json.loads(json.dumps(config.to_dict())))
+    return [
+        f"{key}: {old.get(key)!r} in the directory, {new.get(key)!r} asked for"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and key not in MAY_CHANGE
+    ]
+
+
+def _claim_workdir(workdir: Path, config: Config, corpus: data.Corpus) -> None:
+    """Writes `config.json` and `environment.json`, or checks that those there are of this run.
+
+    Raises:
+      ConfigError: if the directory holds another run, or something else.
+    """
+    config_path, environment_path = workdir / "config.json", workdir / "environment.json"
+    if config_path.exists():
+        differing = _differing_keys(json.loads(config_path.read_text()), config)
+        if differing:
+            raise ConfigError(
+                f"workdir={workdir}: holds a run of another configuration ({'; '.join(differing)}); "
+                "choose another --workdir or the stored values"
+            )
+        if environment_path.exists():
+            stored = json.loads(environment_path.read_text())["data"]["sha256"]
+            if stored != corpus.sha256:
+                raise ConfigError(
+                    f"workdir={workdir}: the data has changed since the run began (sha256 "
+                    f"{stored[:12]}..., now {corpus.sha256[:12]}...); choose another --workdir"
+                )
+    elif workdir.is_dir() and any(workdir.iterdir()):
+        raise ConfigError(
+            f"workdir={workdir}: is not empty and holds no run (no config.json); "
+            "choose an empty or a new directory"
+        )
+    workdir.mkdir(parents=True, exist_ok=True)
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    devices = jax.devices()
+    environment = {
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in packages},
+        "device": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
+        "data": {"description": corpus.description, "sha256": corpus.sha256},
+    }
+    write_atomically(environment_path, json.dumps(environment, indent=2) + "\n")
+    write_atomically(config_path, json.dumps(config.to_dict(), indent=2) + "\n")
+
+
+def _next_stop(step: int, config: Config) -> int:
+    """Returns the step at which the compiled call that starts at `step` has to end."""
+    every = (config.train.log_every, config.train.eval_every, config.train.checkpoint_every)
+    return min(config.train.steps, *(step - step % n + n for n in every))
+
+
+class _Progress:
+    """Turns the metrics of a compiled call into a row, once they are fetched."""
+
+    def __init__(self, config: Config, writer: MetricsWriter, log: Callable[[str], None]) -> None:
+        self._config, self._writer, self._log = config, writer, log
+        self._schedule = optim.learning_rate(config.optim, config.train.steps)
+        self._started = time.perf_counter()
+        self._rate = 0.0
+
+    def restart_clock(self) -> None:
+        """Leaves what has passed since the last row out of the throughput."""
+        self._started = time.perf_counter()
+
+    def record(self, first: int, count: int, metrics: dict[str, jax.Array]) -> None:
+        """Waits for the metrics of steps first .. first + count - 1 and writes their row.
+
+        Raises:
+          TrainError: if a loss or gradient is not finite.
+        """
+        values = {name: np.asarray(value)[:count] for name, value in metrics.items()}
+        elapsed = time.perf_counter() - self._started
+        self._started = time.perf_counter()
+        finite = np.isfinite(values["loss"]) & np.isfinite(values["grad_norm"])
+        if not finite.all():
+            bad = int(np.argmin(finite))
+            raise TrainError(
+                f"step {first + bad + 1}: loss {values['loss'][bad]} nats, gradient norm "
+                f"{values['grad_norm'][bad]} is not finite; the run stops. Lower "
+                f"optim.learning_rate (now {self._config.optim.learning_rate:g}) or optim.clip"
+            )
+        train = self._config.train
+        loss = float(values["loss"].astype(np.float64).mean())
+        rate = count * train.batch_size * self._config.data.window / elapsed
+        self._rate = rate
+        row = {
+            "step": first + count,
+            "train_loss": loss,
+            "train_bpc": bits(loss),
+            "lr": float(self._schedule(first + count - 1)),
+            "grad_norm": float(values["grad_norm"][-1]),
+            "tokens_per_second": rate,
+        }
+        self._writer.write(row)
+        left = (train.steps - row["step"]) * train.batch_size * self._config.data.window / rate
+        self._log(progress_line(row, train.steps, left))
+
+
+def fit(
+    config: Config, workdir: str | Path, log: Callable[[str], None] = print
+) -> dict[str, Any] | None:
+    """Runs or continues a training run in a directory.
+
+    The directory then holds `config.json`, `environment.json`, `metrics.jsonl`, `checkpoints/` and,
+    at the end, `summary.json`. A checkpoint is written every `train.checkpoint_every` steps, at
+    each validation and at the last step; the newest `train.keep` and the best by validation are
+    kept. The same call on the same directory continues from the newest one, with the batches and
+    results that an uninterrupted run would have had.
+
+    Args:
+      config: the run.
+      workdir: its directory, made if missing.
+      log: called with each line for the user.
+
+    Returns:
+      The summary, or None if SIGINT or SIGTERM asked the run to stop, with its state saved.
+
+    Raises:
+      ConfigError: if the configuration does not fit the devices or the directory.
+      kuramoto_jax.data.DataError: if the data cannot be had.
+      TrainError: if the loss or the gradient is not finite.
+    """
+    workdir = Path(workdir).expanduser().absolute()
+    mesh = sharding.make_mesh()
+    sharding.check_batch(config.train.batch_size, mesh)
+    window = config.data.window
+    corpus = data.load_corpus(
+        config.data.source, config.data.path, config.data.split, window=window
+    )
+    _claim_workdir(workdir, config, corpus)
+    summary_path = workdir / "summary.json"
+    if summary_path.exists():
+        summary = json.loads(summary_path.read_text())
+        if summary["steps"] == config.train.steps:
+            log(f"{workdir} holds this run, finished at step {summary['steps']}")
+            return summary
+        summary_path.unlink()
+
+    model = build(config.model)
+    state = init_state(config, mesh)
+    params = param_count(state.params)
+    tokens_a_step = config.train.batch_size * window
+    log(
+        f"workdir {workdir}\n"
+        f"devices {mesh.size} x {jax.devices()[0].device_kind} ({jax.default_backend()})\n"
+        f"model   {config.model.name}, {params:,} parameters, {config.model.dtype}\n"
+        f"data    {corpus.description}: {corpus.train.size:,} / {corpus.validation.size:,} / "
+        f"{corpus.test.size:,} bytes to train / validate / test, sha256 {corpus.sha256[:12]}\n"
+        f"batch   {config.train.batch_size} windows of {window} bytes = {tokens_a_step:,} bytes "
+        f"a step, {config.train.batch_size // mesh.size} windows a device; {config.train.steps:,} "
+        f"steps = {config.train.steps * tokens_a_step / corpus.train.size:.2f} passes\n"
+        "bpc = bits per character, one character = one byte; scored bytes have 1 to "
+        f"{window} bytes of context"
+    )
+
+    checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep)
+    stored = checkpoints.steps()
+    step = stored[-1] if stored else 0
+    if step > config.train.steps:
+        raise ConfigError(
+            f"train.steps={config.train.steps}: the run in {workdir} is at step {step} already"
+        )
+    if stored:
+        state = _restore(checkpoints, step, state)
+        log(f"resumed from step {step}")
+
+    with (
+        MetricsWriter(workdir, step, config.train.tensorboard) as writer,
+        _StopRequest() as stop,
+    ):
+        started = time.perf_counter() - _seconds_before(writer.rows)
+        train_steps = make_train_steps(config, mesh)
+        corpus_N = jax.device_put(corpus.train, sharding.replicated(mesh))
+        evaluator = Evaluator(
+            model, window=window, stride=window, batch_size=config.train.eval_batch_size, mesh=mesh
+        )
+        if step < config.train.steps:
+            compiling = time.perf_counter()
+            train_steps = train_steps.lower(state, corpus_N, jnp.int32(1)).compile()
+            log(f"compiled in {duration(time.perf_counter() - compiling)}")
+
+        progress = _Progress(config, writer, log)
+        pending = None
+        while step < config.train.steps:
+            target = _next_stop(step, config)
+            state, metrics = train_steps(state, corpus_N, jnp.int32(target - step))
+            if pending:
+                progress.record(*pending)
+            pending, step = (step, target - step, metrics), target
+
+            last = step == config.train.steps
+            validate = last or step % config.train.eval_every == 0
+            save = validate or step % config.train.checkpoint_every == 0 or bool(stop.name)
+            if not save:
+                continue
+            progress.record(*pending)
+            pending = None
+            val_bpc = None
+            if validate:
+                val_bpc = evaluator(state.params, corpus.validation)
+                seconds = time.perf_counter() - started
+                writer.write({"step": step, "val_bpc": val_bpc, "seconds": seconds})
+                log(f"step {step}: validation {val_bpc:.4f} bpc")
+                _sample(config, model, state.params, corpus, writer, log)
+            checkpoints.save(
+                step,
+                state.params,
+                {"opt_state": state.opt_state, "step": state.step},
+                val_bpc,
+            )
+            if stop.name and not last:
+                checkpoints.close()
+                log(f"{stop.name}: stopped at step {step}, saved; the same command continues")
+                return None
+            progress.restart_clock()
+
+        checkpoints.wait()
+        best = _best_row(writer.rows, checkpoints.steps())
+        best_params = checkpoints.restore_params(best["step"], state.params)
+        test_bpc = evaluator(best_params, corpus.test)
+        writer.write({"step": config.train.steps, "test_bpc": test_bpc, "best_step": best["step"]})
+        checkpoints.close()
+        summary = {
+            "params": params,
+            "val_bpc": best["val_bpc"],
+            "test_bpc": test_bpc,
+            "best_step": best["step"],
+            "steps": config.train.steps,
+            "tokens": config.train.steps * tokens_a_step,
+            "seconds": time.perf_counter() - started,
+            "bigram_val_bpc": bigram_bpc(corpus.train, corpus.validation),
+            "bigram_test_bpc": bigram_bpc(corpus.train, corpus.test),
+        }
+        write_atomically(summary_path, json.dumps(summary, indent=2) + "\n")
+    log(
+        f"finished in {duration(summary['seconds'])}: best at step {best['step']}\n"
+        f"validation {summary['val_bpc']:.4f} bpc (bigram model {summary['bigram_val_bpc']:.4f})\n"
+        f"test       {test_bpc:.4f} bpc (bigram model {summary['bigram_test_bpc']:.4f})"
+    )
+    return summary
+
+
+def _restore(checkpoints: Checkpoints, step: int, state: TrainState) -> TrainState:
+    """Returns the state stored at `step`, laid out like `state`."""
+    training = {"opt_state": state.opt_state, "step": state.step}
+    params, training = checkpoints.restore(step, state.params, training)
+    return TrainState(training["step"], params, training["opt_state"])
+
+
+def _seconds_before(rows: list[dict[str, Any]]) -> float:
+    """Returns the run time already recorded by an interrupted run."""
+    return max((row["seconds"] for row in rows if "seconds" in row), default=0.0)
+
+
+def _best_row(rows: list[dict[str, Any]], stored: list[int]) -> dict[str, Any]:
+    """Returns the validation row with the lowest score among the stored steps."""
+    validated = [row for row in rows if "val_bpc" in row and row["step"] in stored]
+    return min(validated, key=lambda row: row["val_bpc"])
+
+
+def _sample(
+    config: Config,
+    model: LanguageModel,
+    params: Any,
+    corpus: data.Corpus,
+    writer: MetricsWriter,
+    log: Callable[[str], None],
+) -> None:
+    """Shows a continuation of the first bytes of the validation text."""
+    if not config.train.sample_length:
+        return
+    prompt = corpus.validation[: min(64, config.data.window)]
+    tokens = generate(
+        model,
+        params,
+        jnp.asarray(prompt, jnp.int32)[None, :],
+        jax.random.key(config.seed),
+        length=config.train.sample_length,
+        slots=config.data.window,
+        temperature=0.8,
+    )
+    text = as_text(np.concatenate([prompt, np.asarray(tokens[0])]))
+    step = writer.rows[-1]["step"]
+    writer.write_text(step, "sample", text)
+    log("\n".join("  | " + line for line in text.splitlines()))
+
+
+def load_run(workdir: str | Path) -> tuple[Config, LanguageModel, Any, int]:
+    """Opens a run for inference, without its optimizer or its data.
+
+    Args:
+      workdir: directory of the run.
+
+    Returns:
+      Configuration, model, parameters and step of the best checkpoint by validation, or of the
+      newest where none was validated.
+
+    Raises:
+      ConfigError: if the directory holds no run or no checkpoint.
+    """
+    workdir = Path(workdir).expanduser().absolute()
+    if not (workdir / "config.json").exists():
+        raise ConfigError(f"workdir={workdir}: holds no run (no config.json)")
+    config = Config.from_mapping(json.loads((workdir / "config.json").read_text()))
+    checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep)
+    stored = checkpoints.steps()
+    if not stored:
+        raise ConfigError(f"workdir={workdir}: has no whole checkpoint yet")
+    rows = [row for row in read_rows(workdir / "metrics.jsonl") if "val_bpc" in row]
+    validated = [row for row in rows if row["step"] in stored]
+    step = _best_row(validated, stored)["step"] if validated else stored[-1]
+    model = build(config.model)
+    shapes = jax.eval_shape(functools.partial(init_params, model, config.seed))
+    placement = sharding.replicated(sharding.make_mesh())
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement), shapes
+    )
+    params = checkpoints.restore_params(step, shapes)
+    checkpoints.close()
+    return config, model, params, step
