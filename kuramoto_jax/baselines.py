@@ -13,10 +13,10 @@ import numpy as np
 
 from kuramoto_jax import cache as caching
 from kuramoto_jax import kernels, layer
-from kuramoto_jax.cache import Cache, empty_cache
+from kuramoto_jax.cache import Cache, LayerCache, empty_cache
 from kuramoto_jax.config import ModelConfig
 from kuramoto_jax.model import KuramotoLM
-from kuramoto_jax.modules import LayerCache, position_rates, stack_blocks
+from kuramoto_jax.modules import position_rates, stack_blocks
 
 
 def rotary(x: jax.Array, angle: jax.Array) -> jax.Array:
@@ -64,14 +64,14 @@ class TransformerBlock(nn.Module):
             for name in ("query", "key", "value")
         )
         rates = jnp.asarray(position_rates(config, head_width // 2), jnp.float32)
-        positions_T = caching.chunk_positions(jnp.asarray(position), length)
+        positions_T = caching.chunk_positions(position, length)
         angle = layer.drift(rates, positions_T)
         query = rotary(query, angle) * jnp.asarray(1 / math.sqrt(head_width), query.dtype)
         key = rotary(key, angle)
         if cache is None:
             output = causal_attention(query, key, value, config.implementation)
         else:
-            output, *cache = caching.cached_attention(query, key, value, *cache, position)
+            output, cache = caching.cached_attention(query, key, value, cache, position)
         output = output.transpose(0, 2, 1, 3).reshape(-1, length, width)
         update = dense(width, kernel_init=residual_init, name="output")(output)
         x_BTD = x_BTD + update.astype(x_BTD.dtype)
@@ -116,7 +116,7 @@ class TransformerLM(nn.Module):
         self.norm = nn.RMSNorm(epsilon=1e-6)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Returns float32 logits [B, T, V] for int32 tokens [B, T]; logit t predicts token t + 1."""
+        """Returns float32 logits [B, T, V] of int32 tokens [B, T]; logit t predicts token t + 1."""
         x_BTD, _ = self.blocks(self.embed(tokens), None, 0)
         return self._readout(x_BTD)
 
@@ -149,7 +149,10 @@ LanguageModel = KuramotoLM | TransformerLM
 
 def build(config: ModelConfig) -> LanguageModel:
     """Returns the language model that a configuration names."""
-    models = {"kuramoto": KuramotoLM, "transformer": TransformerLM}
+    models: dict[str, type[LanguageModel]] = {
+        "kuramoto": KuramotoLM,
+        "transformer": TransformerLM,
+    }
     return models[config.name](config)
 
 

@@ -13,8 +13,10 @@ from kuramoto_jax import layer
 from kuramoto_jax.kernels import dot
 
 
-@struct.dataclass
-class Cache:
+LayerCache = tuple[jax.Array, jax.Array]
+
+
+class Cache(struct.PyTreeNode):
     """Keys and values of all layers.
 
     Attributes:
@@ -40,7 +42,7 @@ def empty_cache(
     )
 
 
-def chunk_positions(position: jax.Array, length: int) -> jax.Array:
+def chunk_positions(position: jax.Array | int, length: int) -> jax.Array:
     """Returns the positions [T] of a chunk of `length` tokens that starts at `position`."""
     return position + jnp.arange(length, dtype=jnp.int32)
 
@@ -49,26 +51,25 @@ def cached_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    cached_key: jax.Array,
-    cached_value: jax.Array,
-    position: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    cache: LayerCache,
+    position: jax.Array | int,
+) -> tuple[jax.Array, LayerCache]:
     """Causal attention of a chunk of tokens to itself and to what the cache of one layer holds.
 
     Args:
       query: [B, H, T, C], scale included.
       key: [B, H, T, C] of the chunk.
       value: [B, H, T, E] of the chunk.
-      cached_key: [B, H, S, C].
-      cached_value: [B, H, S, E].
+      cache: keys [B, H, S, C] and values [B, H, S, E] held.
       position: [] position of the chunk's first token.
 
     Returns:
-      Output [B, H, T, E] in at least float32, and the cached keys and values with the chunk in.
+      Output [B, H, T, E] in at least float32, and the cache with the chunk in.
 
     Raises:
       ValueError: if the chunk is longer than the cache.
     """
+    cached_key, cached_value = cache
     length, slots = key.shape[2], cached_key.shape[2]
     if length > slots:
         raise ValueError(
@@ -90,8 +91,6 @@ def cached_attention(
 
     output = jax.vmap(jax.vmap(one_head))(query, cached_key, key, cached_value, value)
     into = positions_T % slots
-    return (
-        output,
-        cached_key.at[:, :, into].set(key.astype(cached_key.dtype)),
-        cached_value.at[:, :, into].set(value.astype(cached_value.dtype)),
-    )
+    cached_key = cached_key.at[:, :, into].set(key.astype(cached_key.dtype))
+    cached_value = cached_value.at[:, :, into].set(value.astype(cached_value.dtype))
+    return output, (cached_key, cached_value)

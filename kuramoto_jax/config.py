@@ -30,7 +30,7 @@ def option(
     at_most: float | None = None,
     model: str = "",
 ) -> Any:
-    """Declares a field: its default, a line of help, the values it may take, the model it is for."""
+    """Declares a field: its default, a line of help, the values it may take, and its model."""
     if choices:
         help += f" ({', '.join(choices)})"
     metadata = {
@@ -327,8 +327,8 @@ def options() -> dict[str, dataclasses.Field]:
     """Returns every key of a configuration with the field that declares it, in order."""
     found = {}
     for field in dataclasses.fields(Config):
-        if isinstance(field.type, type) and issubclass(field.type, _Group):
-            for inner in dataclasses.fields(field.type):
+        if _is_group(field.type):
+            for inner in dataclasses.fields(field.type):  # type: ignore[arg-type]
                 found[f"{field.name}.{inner.name}"] = inner
         else:
             found[field.name] = field

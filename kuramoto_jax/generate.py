@@ -76,7 +76,7 @@ def generate(
         filtered = filter_logits(logits_BV, temperature, top_k, top_p)
         return jax.random.categorical(key, filtered, axis=-1).astype(jnp.int32)
 
-    def step(carry: tuple, key: jax.Array) -> tuple:
+    def step(carry: tuple, key: jax.Array) -> tuple[tuple, jax.Array]:
         token_B, cache = carry
         logits, cache = model.apply({"params": params}, token_B[:, None], cache, method="decode")
         return (draw(logits[:, -1], key), cache), token_B

@@ -22,9 +22,9 @@ accumulate in float32. Float32 products are asked for at full precision on every
 Axes are named as in the package docstring: T queries, U keys, K coordinates of a head, C = 2K.
 """
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -112,11 +112,12 @@ def _reduced_product(omega_K: jax.Array, coarse_T: jax.Array, fine_T: jax.Array)
     bits = lax.bitcast_convert_type(omega_K, jnp.int32)
     high_K = lax.bitcast_convert_type(bits & np.int32(~0xFFF), jnp.float32)
     low_K = omega_K - high_K
-    return sum(
+    parts = [
         _reduce_angle(position_T[:, None] * rate_K[None, :])
         for position_T in (coarse_T, fine_T)
         for rate_K in (high_K, low_K)
-    )
+    ]
+    return functools.reduce(jnp.add, parts)
 
 
 @_reduced_product.defjvp
@@ -325,7 +326,7 @@ def _tanh_over_root(square: jax.Array) -> jax.Array:
 def bounded(
     increment: jax.Array,
     radius: jax.Array,
-    kind: Literal["coordinate", "norm"] = "coordinate",
+    kind: str = "coordinate",
 ) -> jax.Array:
     """Tanh bound on an angle increment, with a learned radius.
 

@@ -24,7 +24,7 @@ class KuramotoLM(nn.Module):
         self.readout = PhaseReadout(self.config)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Returns float32 logits [B, T, V] for int32 tokens [B, T]; logit t predicts token t + 1."""
+        """Returns float32 logits [B, T, V] of int32 tokens [B, T]; logit t predicts token t + 1."""
         theta_BTD, _ = self.blocks(self.embed(tokens), None, 0)
         return self.readout(theta_BTD, self.embed.phases)
 

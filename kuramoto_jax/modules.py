@@ -13,9 +13,8 @@ import numpy as np
 
 from kuramoto_jax import cache as caching
 from kuramoto_jax import layer
+from kuramoto_jax.cache import LayerCache
 from kuramoto_jax.config import ModelConfig
-
-LayerCache = tuple[jax.Array, jax.Array]
 
 
 def position_rates(model: ModelConfig, width: int) -> np.ndarray:
@@ -109,11 +108,14 @@ class KuramotoAttention(nn.Module):
                 )
             )(theta_BHTK, gate_q_BHTK, gate_k_BHTK, tau_H, omega_HK)
         else:
-            positions_T = caching.chunk_positions(jnp.asarray(position), theta_BTD.shape[1])
+            positions_T = caching.chunk_positions(position, theta_BTD.shape[1])
             features = _over_batch_and_heads(
-                lambda *arrays: layer.attention_features(*arrays, positions_T)
+                lambda theta, gate_q, gate_k, tau, omega: layer.attention_features(
+                    theta, gate_q, gate_k, tau, omega, positions_T
+                )
             )(theta_BHTK, gate_q_BHTK, gate_k_BHTK, tau_H, omega_HK)
-            resultant_BHTC, *cache = caching.cached_attention(*features, *cache, position)
+            query, key, value = features
+            resultant_BHTC, cache = caching.cached_attention(query, key, value, cache, position)
             coupling_BHTK = layer.tangent_from_features(theta_BHTK, resultant_BHTC)
         increment_BHTK = value_gate_BHTK * coupling_BHTK
         return increment_BHTK.transpose(0, 2, 1, 3).reshape(theta_BTD.shape), cache

@@ -54,8 +54,7 @@ class TrainError(RuntimeError):
     """A run that cannot go on; the message is one line that says why and what to do."""
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
     """Everything a step reads and writes.
 
     Attributes:
@@ -124,7 +123,7 @@ def train_step(
     return TrainState(state.step + 1, params, opt_state), metrics
 
 
-def make_train_steps(config: Config, mesh: Mesh) -> Callable:
+def make_train_steps(config: Config, mesh: Mesh) -> jax.stages.Wrapped:
     """Returns a jitted `(state, corpus, count) -> (state, metrics)` that runs `count` steps.
 
     `count` is a traced number up to `train.log_every`: the loop is compiled once. Each metric is an
@@ -221,7 +220,7 @@ def evaluate(
     batch_size: int = 64,
     mesh: Mesh | None = None,
 ) -> float:
-    """Returns the bits per character of a text; see `Evaluator`. The stride defaults to `window`."""
+    """Returns the bits per character of a text; see `Evaluator`. No stride means `window`."""
     evaluator = Evaluator(
         model,
         window=window,
@@ -280,8 +279,8 @@ def _claim_workdir(workdir: Path, config: Config, corpus: data.Corpus) -> None:
         differing = _differing_keys(json.loads(config_path.read_text()), config)
         if differing:
             raise ConfigError(
-                f"workdir={workdir}: holds a run of another configuration ({'; '.join(differing)}); "
-                "choose another --workdir or the stored values"
+                f"workdir={workdir}: holds a run of another configuration "
+                f"({'; '.join(differing)}); choose another --workdir or the stored values"
             )
         if environment_path.exists():
             stored = json.loads(environment_path.read_text())["data"]["sha256"]
@@ -441,14 +440,14 @@ def fit(
         )
         if step < config.train.steps:
             compiling = time.perf_counter()
-            train_steps = train_steps.lower(state, corpus_N, jnp.int32(1)).compile()
+            run_steps = train_steps.lower(state, corpus_N, jnp.int32(1)).compile()
             log(f"compiled in {duration(time.perf_counter() - compiling)}")
 
         progress = _Progress(config, writer, log)
         pending = None
         while step < config.train.steps:
             target = _next_stop(step, config)
-            state, metrics = train_steps(state, corpus_N, jnp.int32(target - step))
+            state, metrics = run_steps(state, corpus_N, jnp.int32(target - step))
             if pending:
                 progress.record(*pending)
             pending, step = (step, target - step, metrics), target

@@ -15,6 +15,7 @@ The gradient, with do the cotangent of o and delta_t = do_t . o_t:
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +104,7 @@ def _segments(length: int, keys: int, causal: bool) -> list[tuple[int, int, int]
     return [(start, rows, start + rows) for start, rows in parts]
 
 
-def _over_blocks(body: Callable, carry: object, first: int, rows: int) -> tuple[object, object]:
+def _over_blocks(body: Callable, carry: Any, first: int, rows: int) -> tuple[Any, Any]:
     """Runs `body(carry, first_row, block_rows)` over the blocks of a segment.
 
     Returns the last carry and the outputs joined along the row axis.
