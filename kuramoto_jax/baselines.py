@@ -29,12 +29,8 @@ def rotary(x: jax.Array, angle: jax.Array) -> jax.Array:
     Returns:
       [..., T, C] in the type of `x`; computed in float32.
     """
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.broadcast_to(cos, first.shape), jnp.broadcast_to(sin, first.shape)
-    return jnp.concatenate(
-        [first * cos - second * sin, first * sin + second * cos], axis=-1
-    ).astype(x.dtype)
+    angle = jnp.broadcast_to(angle, (*x.shape[:-1], angle.shape[-1]))
+    return layer.rotate_features(x.astype(jnp.float32), angle).astype(x.dtype)
 
 
 class TransformerBlock(nn.Module):

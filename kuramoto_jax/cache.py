@@ -12,7 +12,6 @@ from flax import struct
 from kuramoto_jax import layer
 from kuramoto_jax.kernels import dot
 
-
 LayerCache = tuple[jax.Array, jax.Array]
 
 

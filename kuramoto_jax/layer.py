@@ -32,6 +32,8 @@ import numpy as np
 from jax import lax
 
 from kuramoto_jax import kernels
+from kuramoto_jax.kernels.cody_waite import leading_parts
+from kuramoto_jax.kernels.sincos import sincos
 
 Mask = str | jax.Array
 MASKS = ("causal", "full")
@@ -55,8 +57,8 @@ def phase_features(theta: jax.Array) -> jax.Array:
 
     Source: paper, section 2 (the lift).
     """
-    angle = _wide(theta)
-    return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1).astype(theta.dtype)
+    sin, cos = sincos(_wide(theta))
+    return jnp.concatenate([cos, sin], axis=-1).astype(theta.dtype)
 
 
 def normalized_gate(preactivation: jax.Array) -> jax.Array:
@@ -81,25 +83,16 @@ def normalized_gate(preactivation: jax.Array) -> jax.Array:
     return (positive / jnp.broadcast_to(mean, x.shape)).astype(preactivation.dtype)
 
 
-def _leading_bits(x: float, bits: int) -> float:
-    """Returns `x` cut to its first `bits` significant bits."""
-    mantissa, exponent = math.frexp(x)
-    return math.ldexp(math.floor(math.ldexp(mantissa, bits)), exponent - bits)
-
-
-# 2 pi in three parts. The first two have 8 significant bits, so that their products with a whole
-# number of up to 16 bits are exact in float32 (Cody and Waite, 1980).
-_TWO_PI_1 = _leading_bits(2 * math.pi, 8)
-_TWO_PI_2 = _leading_bits(2 * math.pi - _TWO_PI_1, 8)
-_TWO_PI_3 = 2 * math.pi - _TWO_PI_1 - _TWO_PI_2
+# The first parts of 2 pi have 8 bits: their products with up to 2^16 turns are exact.
+_TWO_PI = leading_parts(2 * math.pi, bits=8, parts=3)
 
 
 def _reduce_angle(x: jax.Array) -> jax.Array:
     """Reduces an exactly known float32 angle to [-pi, pi], exact to rounding for |x| < 4e5."""
     turns = jnp.round(x * np.float32(1 / (2 * math.pi)))
-    remainder = x - turns * np.float32(_TWO_PI_1)
-    remainder = remainder - turns * np.float32(_TWO_PI_2)
-    return remainder - turns * np.float32(_TWO_PI_3)
+    for part in _TWO_PI:
+        x = x - turns * np.float32(part)
+    return x
 
 
 @jax.custom_jvp
@@ -117,7 +110,7 @@ def _reduced_product(omega_K: jax.Array, coarse_T: jax.Array, fine_T: jax.Array)
         for position_T in (coarse_T, fine_T)
         for rate_K in (high_K, low_K)
     ]
-    return functools.reduce(jnp.add, parts)
+    return _reduce_angle(functools.reduce(jnp.add, parts))
 
 
 @_reduced_product.defjvp
@@ -148,7 +141,7 @@ def drift(omega: jax.Array, positions: jax.Array) -> jax.Array:
     """
     omega = _wide(omega)
     if jnp.issubdtype(positions.dtype, jnp.integer):
-        positions = positions.astype(jnp.promote_types(positions.dtype, jnp.int32))
+        positions = positions.astype(np.promote_types(positions.dtype, np.int32))
         fine = positions & jnp.asarray(0xFFF, positions.dtype)
     else:
         positions = _wide(positions)
@@ -157,41 +150,33 @@ def drift(omega: jax.Array, positions: jax.Array) -> jax.Array:
     return _reduced_product(omega, coarse, fine.astype(omega.dtype))
 
 
-def drifted_features(
-    theta: jax.Array, gate: jax.Array, omega: jax.Array, positions: jax.Array
-) -> jax.Array:
-    """Gated lift of the drifted phases: g_tj (cos, sin)(theta_tj + omega_j t).
-
-    The lift is rotated by the drift rather than taken of the sum, so that a batch of sequences
-    shares one [T, K] table of rotations.
+def rotate_features(lift: jax.Array, angle: jax.Array) -> jax.Array:
+    """Rotates a lift: psi(theta) becomes psi(theta + angle), without another cosine of theta.
 
     Args:
-      theta: [T, K] angles.
-      gate: [T, K] gates; their type is the compute type.
-      omega: [K] rates in radians a position.
-      positions: [T] positions.
+      lift: [..., 2K], cosines first, then sines.
+      angle: [..., K] radians.
 
     Returns:
-      [T, 2K] in the compute type.
+      [..., 2K].
     """
-    theta = _wide(theta)
-    cos, sin = jnp.cos(theta), jnp.sin(theta)
-    angle = drift(omega.astype(theta.dtype), positions)
-    cos_drift, sin_drift = jnp.cos(angle), jnp.sin(angle)
-    wide_gate = gate.astype(theta.dtype)
-    rotated = jnp.concatenate(
-        [
-            wide_gate * (cos * cos_drift - sin * sin_drift),
-            wide_gate * (sin * cos_drift + cos * sin_drift),
-        ],
-        axis=-1,
+    cos, sin = jnp.split(lift, 2, axis=-1)
+    sin_angle, cos_angle = sincos(angle)
+    return jnp.concatenate(
+        [cos * cos_angle - sin * sin_angle, sin * cos_angle + cos * sin_angle], axis=-1
     )
-    return rotated.astype(_compute_dtype(theta, gate))
 
 
-def _compute_dtype(theta: jax.Array, gate: jax.Array) -> jnp.dtype:
-    """The type products are taken in: the gates' where it is a half type, else the angles'."""
-    return gate.dtype if gate.dtype.itemsize < 4 else theta.dtype
+def _gated(gate: jax.Array, lift: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+    """Multiplies cosines and sines [T, 2K] by gates [T, K], in the compute type.
+
+    That is the gates' type where it is a half type, else the lift's.
+    """
+    dtype = gate.dtype if gate.dtype.itemsize < 4 else lift.dtype
+    gate = gate.astype(lift.dtype)
+    if scale is not None:
+        gate = gate * scale
+    return (jnp.concatenate([gate, gate], axis=-1) * lift).astype(dtype)
 
 
 def phase_score(
@@ -223,9 +208,11 @@ def phase_score(
 
     Source: paper, section 2, step 2 and Remark 1.
     """
-    query_TC = drifted_features(theta_q, gate_q, omega, positions_q)
-    key_UC = drifted_features(theta_k, gate_k, omega, positions_k)
-    dot_TU = kernels.dot(query_TC, key_UC.astype(query_TC.dtype), (1, 1))
+    theta_q, theta_k = _wide(theta_q), _wide(theta_k)
+    omega = omega.astype(theta_q.dtype)
+    lift_q = rotate_features(phase_features(theta_q), drift(omega, positions_q))
+    lift_k = rotate_features(phase_features(theta_k), drift(omega, positions_k))
+    dot_TU = kernels.dot(_gated(gate_q, lift_q), _gated(gate_k, lift_k), (1, 1))
     return dot_TU * (tau.astype(dot_TU.dtype) / math.sqrt(theta_q.shape[-1]))
 
 
@@ -274,8 +261,8 @@ def circular_mean(weights: jax.Array, theta_k: jax.Array) -> jax.Array:
     """
     theta_k = _wide(theta_k)
     weights = weights.astype(theta_k.dtype)
-    real = kernels.dot(weights, jnp.cos(theta_k))
-    return lax.complex(real, kernels.dot(weights, jnp.sin(theta_k)))
+    sin, cos = sincos(theta_k)
+    return lax.complex(kernels.dot(weights, cos), kernels.dot(weights, sin))
 
 
 def tangent_update(theta_q: jax.Array, resultant: jax.Array) -> jax.Array:
@@ -290,8 +277,8 @@ def tangent_update(theta_q: jax.Array, resultant: jax.Array) -> jax.Array:
 
     Source: paper, section 2, step 5 and Proposition 1.
     """
-    theta_q = _wide(theta_q)
-    return -jnp.sin(theta_q) * jnp.real(resultant) + jnp.cos(theta_q) * jnp.imag(resultant)
+    sin, cos = sincos(_wide(theta_q))
+    return -sin * jnp.real(resultant) + cos * jnp.imag(resultant)
 
 
 def kuramoto_coupling(weights: jax.Array, theta_q: jax.Array, theta_k: jax.Array) -> jax.Array:
@@ -372,7 +359,8 @@ def order_parameter(theta: jax.Array, axis: int | Sequence[int] = -1) -> jax.Arr
     """
     theta = _wide(theta)
     axis = axis if isinstance(axis, int) else tuple(axis)
-    return lax.complex(jnp.mean(jnp.cos(theta), axis=axis), jnp.mean(jnp.sin(theta), axis=axis))
+    sin, cos = sincos(theta)
+    return lax.complex(jnp.mean(cos, axis=axis), jnp.mean(sin, axis=axis))
 
 
 def mask_array(mask: Mask, queries: int, keys: int) -> jax.Array | None:
@@ -399,7 +387,7 @@ def mask_array(mask: Mask, queries: int, keys: int) -> jax.Array | None:
 
 
 def attention_features(
-    theta: jax.Array,
+    lift: jax.Array,
     gate_q: jax.Array,
     gate_k: jax.Array,
     tau: jax.Array,
@@ -412,7 +400,7 @@ def attention_features(
     v_u = psi(theta_u).
 
     Args:
-      theta: [T, K] angles.
+      lift: [T, 2K] psi(theta), as `phase_features` gives it.
       gate_q: [T, K] gates of the queries; their type is the compute type.
       gate_k: [T, K] gates of the keys.
       tau: [] inverse temperature.
@@ -422,27 +410,50 @@ def attention_features(
     Returns:
       Three [T, 2K] arrays in the compute type. The attention they define has no further scale.
     """
-    theta = _wide(theta)
-    dtype = _compute_dtype(theta, gate_q)
-    scale = tau.astype(theta.dtype) / math.sqrt(theta.shape[-1])
-    query = drifted_features(theta, gate_q.astype(theta.dtype) * scale, omega, positions)
-    key = drifted_features(theta, gate_k.astype(theta.dtype), omega, positions)
-    return query.astype(dtype), key.astype(dtype), phase_features(theta).astype(dtype)
+    rotated = rotate_features(lift, drift(omega.astype(lift.dtype), positions))
+    scale = tau.astype(lift.dtype) / math.sqrt(gate_q.shape[-1])
+    query, key = _gated(gate_q, rotated, scale), _gated(gate_k, rotated)
+    return query, key, lift.astype(query.dtype)
 
 
-def tangent_from_features(theta: jax.Array, mean_features: jax.Array) -> jax.Array:
-    """`tangent_update` for a resultant given as its lift: -sin(theta) Re G + cos(theta) Im G.
+def tangent_from_lift(lift: jax.Array, resultant: jax.Array) -> jax.Array:
+    """`tangent_update` on lifts: -sin(theta) Re G + cos(theta) Im G.
 
     Args:
-      theta: [T, K] angles.
-      mean_features: [T, 2K], Re G first, then Im G.
+      lift: [T, 2K] psi(theta).
+      resultant: [T, 2K], Re G first, then Im G.
 
     Returns:
-      [T, K] in the type of the angles.
+      [T, K] in the type of the lift.
     """
-    theta = _wide(theta)
-    real, imag = jnp.split(mean_features.astype(theta.dtype), 2, axis=-1)
-    return -jnp.sin(theta) * real + jnp.cos(theta) * imag
+    cos, sin = jnp.split(lift, 2, axis=-1)
+    real, imag = jnp.split(resultant.astype(lift.dtype), 2, axis=-1)
+    return cos * imag - sin * real
+
+
+def coupling_from_lift(
+    lift: jax.Array,
+    gate_q: jax.Array,
+    gate_k: jax.Array,
+    tau: jax.Array,
+    omega: jax.Array,
+    *,
+    positions: jax.Array | None = None,
+    mask: Mask = "causal",
+) -> jax.Array:
+    """`kuramoto_attention` of phases given as their lift [T, 2K], through the fast kernels.
+
+    For callers that need the lift themselves: the cosines are taken once. Returns [T, K].
+    """
+    length = lift.shape[0]
+    if positions is None:
+        positions = jnp.arange(length, dtype=jnp.int32)
+    causal = isinstance(mask, str) and mask == "causal"
+    query, key, value = attention_features(lift, gate_q, gate_k, tau, omega, positions)
+    resultant = kernels.attention(
+        query, key, value, None if causal else mask_array(mask, length, length), causal=causal
+    )
+    return tangent_from_lift(lift, resultant)
 
 
 def kuramoto_attention(
@@ -481,17 +492,12 @@ def kuramoto_attention(
 
     Source: paper, section 2, steps 2 to 5.
     """
-    implementation = kernels.resolve(implementation)
+    if kernels.resolve(implementation) == "xla":
+        lift = phase_features(_wide(theta))
+        return coupling_from_lift(lift, gate_q, gate_k, tau, omega, positions=positions, mask=mask)
     length = theta.shape[0]
     if positions is None:
         positions = jnp.arange(length, dtype=jnp.int32)
-    if implementation == "reference":
-        score = phase_score(theta, theta, gate_q, gate_k, tau, omega, positions, positions)
-        weights = attention_weights(score, mask_array(mask, length, length))
-        return tangent_update(theta, circular_mean(weights, theta))
-    query, key, value = attention_features(theta, gate_q, gate_k, tau, omega, positions)
-    causal = isinstance(mask, str) and mask == "causal"
-    resultant = kernels.attention(
-        query, key, value, None if causal else mask_array(mask, length, length), causal=causal
-    )
-    return tangent_from_features(theta, resultant)
+    score = phase_score(theta, theta, gate_q, gate_k, tau, omega, positions, positions)
+    weights = attention_weights(score, mask_array(mask, length, length))
+    return tangent_update(theta, circular_mean(weights, theta))

@@ -4,6 +4,7 @@ The mathematics is in `kuramoto_jax.layer`; here it is given parameters and mapp
 heads. Attention runs head-major, on [B, H, T, K].
 """
 
+import functools
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kuramoto_jax import cache as caching
-from kuramoto_jax import layer
+from kuramoto_jax import kernels, layer
 from kuramoto_jax.cache import LayerCache
 from kuramoto_jax.config import ModelConfig
 
@@ -73,7 +74,8 @@ class KuramotoAttention(nn.Module):
         heads, width = config.heads, config.head_width
         theta_BTHK = theta_BTD.reshape(*theta_BTD.shape[:2], heads, width)
         theta_BHTK = theta_BTHK.transpose(0, 2, 1, 3)
-        lift_BTHC = layer.phase_features(theta_BHTK).transpose(0, 2, 1, 3).astype(config.dtype)
+        lift_BHTC = layer.phase_features(theta_BHTK)
+        lift_BTHC = lift_BHTC.transpose(0, 2, 1, 3).astype(config.dtype)
 
         def readout(name: str, bias: np.ndarray) -> jax.Array:
             dense = nn.DenseGeneral(
@@ -101,22 +103,21 @@ class KuramotoAttention(nn.Module):
             "omega", lambda key: jnp.asarray(np.tile(rates_K, (heads, 1)), jnp.float32)
         )
 
-        if cache is None:
-            coupling_BHTK = _over_batch_and_heads(
-                lambda *arrays: layer.kuramoto_attention(
-                    *arrays, implementation=config.implementation
-                )
-            )(theta_BHTK, gate_q_BHTK, gate_k_BHTK, tau_H, omega_HK)
-        else:
+        arrays = (lift_BHTC, gate_q_BHTK, gate_k_BHTK, tau_H, omega_HK)
+        if cache is not None:
             positions_T = caching.chunk_positions(position, theta_BTD.shape[1])
-            features = _over_batch_and_heads(
-                lambda theta, gate_q, gate_k, tau, omega: layer.attention_features(
-                    theta, gate_q, gate_k, tau, omega, positions_T
+            query, key, value = _over_batch_and_heads(
+                lambda lift, gate_q, gate_k, tau, omega: layer.attention_features(
+                    lift, gate_q, gate_k, tau, omega, positions_T
                 )
-            )(theta_BHTK, gate_q_BHTK, gate_k_BHTK, tau_H, omega_HK)
-            query, key, value = features
+            )(*arrays)
             resultant_BHTC, cache = caching.cached_attention(query, key, value, cache, position)
-            coupling_BHTK = layer.tangent_from_features(theta_BHTK, resultant_BHTC)
+            coupling_BHTK = layer.tangent_from_lift(lift_BHTC, resultant_BHTC)
+        elif kernels.resolve(config.implementation) == "reference":
+            attention = functools.partial(layer.kuramoto_attention, implementation="reference")
+            coupling_BHTK = _over_batch_and_heads(attention)(theta_BHTK, *arrays[1:])
+        else:
+            coupling_BHTK = _over_batch_and_heads(layer.coupling_from_lift)(*arrays)
         increment_BHTK = value_gate_BHTK * coupling_BHTK
         return increment_BHTK.transpose(0, 2, 1, 3).reshape(theta_BTD.shape), cache
 

@@ -471,6 +471,14 @@ def test_bfloat16_is_as_near_as_its_rounding(implementation, mask, first):
 
 
 @every_implementation
+def test_bfloat16_starts_after_the_lift(implementation):
+    # near 100 the spacing of bfloat16 is 1/2 rad: phases rounded to it would be lost
+    theta, *rest = halved(inputs(33, 8, 3))
+    update = attend(implementation)(theta, *rest)
+    close(attend(implementation)(theta + 32 * np.pi, *rest), update, 8 * 2**-8)
+
+
+@every_implementation
 def test_bfloat16_gradients(implementation):
     args = inputs(33, 8, 3)
 
