@@ -94,6 +94,8 @@ def _last_line(error: Exception) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit code: 0 done or stopped, 2 bad input, 1 failed run."""
+    # A console that lacks a character of a sample shows it escaped.
+    sys.stdout.reconfigure(errors="backslashreplace")
     if any(argument.lstrip("-") in ("help", "helpfull", "h") for argument in argv):
         print(help_text())
         return 0

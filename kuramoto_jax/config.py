@@ -88,7 +88,9 @@ class ModelConfig(_Group):
     hidden: int = option(384, "feed-forward width F", at_least=1)
     dtype: str = option("float32", "compute type; angles stay float32", choices=DTYPES)
     remat: bool = option(False, "recompute each layer in the backward pass: less memory, more time")
-    unroll: int = option(1, "layers unrolled in the compiled loop over layers", at_least=1)
+    unroll: int = option(
+        8, "layers unrolled in the compiled loop over layers: speed for compile time", at_least=1
+    )
     rate_base: float = option(10000.0, "base of the geometric position rates", above=1.0)
 
     implementation: str = option(

@@ -90,5 +90,11 @@ def generate(
 
 
 def as_text(tokens: np.ndarray) -> str:
-    """Returns bytes as text; what is not valid UTF-8 is shown escaped."""
-    return np.asarray(tokens, np.uint8).tobytes().decode("utf-8", "backslashreplace")
+    """Returns bytes as text that is safe to show.
+
+    What is not valid UTF-8 and what is not printable is escaped, but for newlines and tabs.
+    """
+    text = np.asarray(tokens, np.uint8).tobytes().decode("utf-8", "backslashreplace")
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )

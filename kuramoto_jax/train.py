@@ -268,7 +268,9 @@ def _differing_keys(stored: dict[str, Any], config: Config) -> list[str]:
     ]
 
 
-def _claim_workdir(workdir: Path, config: Config, corpus: data.Corpus) -> None:
+def _claim_workdir(
+    workdir: Path, config: Config, corpus: data.Corpus, log: Callable[[str], None]
+) -> None:
     """Writes `config.json` and `environment.json`, or checks that those there are of this run.
 
     Raises:
@@ -276,20 +278,28 @@ def _claim_workdir(workdir: Path, config: Config, corpus: data.Corpus) -> None:
     """
     config_path, environment_path = workdir / "config.json", workdir / "environment.json"
     if config_path.exists():
-        differing = _differing_keys(json.loads(config_path.read_text()), config)
+        stored = json.loads(config_path.read_text())
+        differing = _differing_keys(stored, config)
         if differing:
             raise ConfigError(
                 f"workdir={workdir}: holds a run of another configuration "
                 f"({'; '.join(differing)}); choose another --workdir or the stored values"
             )
         if environment_path.exists():
-            stored = json.loads(environment_path.read_text())["data"]["sha256"]
-            if stored != corpus.sha256:
+            digest = json.loads(environment_path.read_text())["data"]["sha256"]
+            if digest != corpus.sha256:
                 raise ConfigError(
                     f"workdir={workdir}: the data has changed since the run began (sha256 "
-                    f"{stored[:12]}..., now {corpus.sha256[:12]}...); choose another --workdir"
+                    f"{digest[:12]}..., now {corpus.sha256[:12]}...); choose another --workdir"
                 )
-    elif workdir.is_dir() and any(workdir.iterdir()):
+        if stored["train"]["steps"] != config.train.steps:
+            log(
+                f"train.steps is {config.train.steps}, was {stored['train']['steps']}: from here on "
+                "the learning rate follows the schedule of the new length"
+            )
+    elif workdir.exists() and not workdir.is_dir():
+        raise ConfigError(f"workdir={workdir}: is a file; choose a directory")
+    elif workdir.is_dir() and any(path.suffix != ".part" for path in workdir.iterdir()):
         raise ConfigError(
             f"workdir={workdir}: is not empty and holds no run (no config.json); "
             "choose an empty or a new directory"
@@ -303,8 +313,8 @@ def _claim_workdir(workdir: Path, config: Config, corpus: data.Corpus) -> None:
         "device": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
         "data": {"description": corpus.description, "sha256": corpus.sha256},
     }
-    write_atomically(environment_path, json.dumps(environment, indent=2) + "\n")
     write_atomically(config_path, json.dumps(config.to_dict(), indent=2) + "\n")
+    write_atomically(environment_path, json.dumps(environment, indent=2) + "\n")
 
 
 def _next_stop(step: int, config: Config) -> int:
@@ -320,7 +330,6 @@ class _Progress:
         self._config, self._writer, self._log = config, writer, log
         self._schedule = optim.learning_rate(config.optim, config.train.steps)
         self._started = time.perf_counter()
-        self._rate = 0.0
 
     def restart_clock(self) -> None:
         """Leaves what has passed since the last row out of the throughput."""
@@ -346,7 +355,6 @@ class _Progress:
         train = self._config.train
         loss = float(values["loss"].astype(np.float64).mean())
         rate = count * train.batch_size * self._config.data.window / elapsed
-        self._rate = rate
         row = {
             "step": first + count,
             "train_loss": loss,
@@ -391,7 +399,7 @@ def fit(
     corpus = data.load_corpus(
         config.data.source, config.data.path, config.data.split, window=window
     )
-    _claim_workdir(workdir, config, corpus)
+    _claim_workdir(workdir, config, corpus, log)
     summary_path = workdir / "summary.json"
     if summary_path.exists():
         summary = json.loads(summary_path.read_text())
@@ -440,14 +448,14 @@ def fit(
         )
         if step < config.train.steps:
             compiling = time.perf_counter()
-            run_steps = train_steps.lower(state, corpus_N, jnp.int32(1)).compile()
+            run_steps = train_steps.lower(state, corpus_N, np.int32(1)).compile()
             log(f"compiled in {duration(time.perf_counter() - compiling)}")
 
         progress = _Progress(config, writer, log)
         pending = None
         while step < config.train.steps:
             target = _next_stop(step, config)
-            state, metrics = run_steps(state, corpus_N, jnp.int32(target - step))
+            state, metrics = run_steps(state, corpus_N, np.int32(target - step))
             if pending:
                 progress.record(*pending)
             pending, step = (step, target - step, metrics), target
@@ -546,7 +554,7 @@ def _sample(
     text = as_text(np.concatenate([prompt, np.asarray(tokens[0])]))
     step = writer.rows[-1]["step"]
     writer.write_text(step, "sample", text)
-    log("\n".join("  | " + line for line in text.splitlines()))
+    log("\n".join("  | " + line for line in text.split("\n")))
 
 
 def load_run(workdir: str | Path) -> tuple[Config, LanguageModel, Any, int]:
