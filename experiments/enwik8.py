@@ -9,6 +9,7 @@ same command again continues it. Example:
     python -m experiments.enwik8 --config=experiments/configs/quickstart.py --workdir=runs/quick
 """
 
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,7 +96,8 @@ def _last_line(error: Exception) -> str:
 def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit code: 0 done or stopped, 2 bad input, 1 failed run."""
     # A console that lacks a character of a sample shows it escaped.
-    sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     if any(argument.lstrip("-") in ("help", "helpfull", "h") for argument in argv):
         print(help_text())
         return 0

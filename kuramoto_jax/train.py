@@ -294,8 +294,8 @@ def _claim_workdir(
                 )
         if stored["train"]["steps"] != config.train.steps:
             log(
-                f"train.steps is {config.train.steps}, was {stored['train']['steps']}: from here on "
-                "the learning rate follows the schedule of the new length"
+                f"train.steps is {config.train.steps}, was {stored['train']['steps']}: from here "
+                "on the learning rate follows the schedule of the new length"
             )
     elif workdir.exists() and not workdir.is_dir():
         raise ConfigError(f"workdir={workdir}: is a file; choose a directory")
