@@ -1,11 +1,18 @@
 """The Kuramoto language model: bytes to logits."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 
 from kuramoto_jax.cache import Cache, empty_cache
 from kuramoto_jax.config import ModelConfig
 from kuramoto_jax.modules import KuramotoBlock, PhaseEmbed, PhaseReadout, stack_blocks
+
+
+def param_count(params: Any) -> int:
+    """Returns the number of trainable scalars in a parameter tree, each array counted once."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 class KuramotoLM(nn.Module):

@@ -36,6 +36,7 @@ from kuramoto_jax.metrics import (
     read_rows,
     write_atomically,
 )
+from kuramoto_jax.model import param_count
 
 # Keys that a run may change when it is continued; every other one defines what is computed.
 MAY_CHANGE = (
@@ -66,11 +67,6 @@ class TrainState(struct.PyTreeNode):
     step: jax.Array
     params: Any
     opt_state: Any
-
-
-def param_count(params: Any) -> int:
-    """Returns the number of trainable scalars in a parameter tree, each array counted once."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def init_params(model: LanguageModel, seed: int) -> Any:

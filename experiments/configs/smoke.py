@@ -1,6 +1,6 @@
 """Seconds on any machine: a run to see that everything works, not that it learns.
 
-    python -m experiments.enwik8 --config=experiments/configs/smoke.py --workdir=runs/smoke
+    python -m experiments.enwik8 --config=experiments/configs/smoke.py
 
 Kuramoto attention, 2 layers, 33,413 parameters, on the standard library's sources.
 """

@@ -1,0 +1,31 @@
+"""The quick start: a small Kuramoto model on the Python standard library's own sources.
+
+    python -m experiments.enwik8 --config=experiments/configs/quickstart.py
+
+PARAMS parameters: 3 layers of 64 coordinates in 2 heads, feed-forward width 212. Needs no network
+and no file.
+"""
+
+from ml_collections import ConfigDict
+
+from kuramoto_jax.config import Config
+
+
+def get_config() -> ConfigDict:
+    """Returns the configuration."""
+    config = ConfigDict(Config().to_dict())
+    config.data.source = "stdlib"
+    config.data.split = (0.98, 0.01, 0.01)
+    config.data.window = 128
+
+    config.model.layers = 3
+    config.model.width = 64
+    config.model.heads = 2
+    config.model.hidden = 212
+
+    config.train.steps = 600
+    config.train.batch_size = 32
+    config.train.log_every = 20
+    config.train.eval_every = 300
+    config.train.checkpoint_every = 300
+    return config
