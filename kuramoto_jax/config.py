@@ -149,7 +149,12 @@ class ModelConfig(_Group):
         0.1, "factor on the initial feed-forward output matrix", above=0.0, model="kuramoto"
     )
     tied_readout: bool = option(True, "read out against the embedding's phases", model="kuramoto")
-    readout_scale: float = option(0.05, "initial readout scale", above=0.0, model="kuramoto")
+    readout_logit: float = option(
+        1.0,
+        "initial logit of a symbol whose phases agree fully: the readout scale times D",
+        above=0.0,
+        model="kuramoto",
+    )
     embedding_std: float = option(
         0.2, "standard deviation of the initial embeddings", above=0.0, model="transformer"
     )
@@ -233,7 +238,10 @@ class OptimConfig(_Group):
         0.05, "part of train.steps over which the rate rises", at_least=0.0, at_most=1.0
     )
     final: float = option(
-        0.05, "part of the peak rate left at the last step", at_least=0.0, at_most=1.0
+        0.05,
+        "part of the peak rate that the cosine reaches after the last step",
+        at_least=0.0,
+        at_most=1.0,
     )
     weight_decay: float = option(0.1, "decoupled weight decay, on matrices alone", at_least=0.0)
     beta1: float = option(0.9, "decay of Adam's first moment", at_least=0.0, at_most=0.99999)
@@ -340,8 +348,8 @@ def options() -> dict[str, dataclasses.Field]:
 def unknown_key(name: str) -> str:
     """Returns the one line that says a key does not exist, and which may have been meant."""
     known = list(options())
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    near = near or [key for key in known if key.split(".")[-1] == name.split(".")[-1]]
+    near = [key for key in known if key.split(".")[-1] == name.split(".")[-1]]
+    near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all keys"
     return f"{name}: unknown key; {hint}"
 

@@ -17,7 +17,8 @@ def filter_logits(
     Args:
       logits: [..., V].
       temperature: divides the logits; above 0.
-      top_k: keeps the k most likely symbols; 0 keeps all.
+      top_k: keeps the k most likely symbols, of equally likely ones those with lower numbers; 0
+        keeps all.
       top_p: keeps the fewest most likely symbols whose probabilities sum to at least p; the most
         likely one always stays.
 
@@ -25,16 +26,15 @@ def filter_logits(
       Float32 logits, -inf for what is ruled out.
     """
     logits = logits.astype(jnp.float32) / temperature
-    if 0 < top_k < logits.shape[-1]:
-        threshold = jax.lax.top_k(logits, top_k)[0][..., -1:]
-        logits = jnp.where(logits < threshold, -jnp.inf, logits)
-    if top_p < 1.0:
-        ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
+    if top_k or top_p < 1.0:
+        order = jnp.argsort(-logits, axis=-1)
+        ordered = jnp.take_along_axis(logits, order, axis=-1)
+        if top_k:
+            ordered = ordered.at[..., top_k:].set(-jnp.inf)
         probability = jax.nn.softmax(ordered, axis=-1)
-        before = jnp.cumsum(probability, axis=-1) - probability
-        kept = (before < top_p).at[..., 0].set(True)
-        threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits < threshold, -jnp.inf, logits)
+        kept = (jnp.cumsum(probability, axis=-1) - probability < top_p).at[..., 0].set(True)
+        ordered = jnp.where(kept, ordered, -jnp.inf)
+        logits = jnp.take_along_axis(ordered, jnp.argsort(order, axis=-1), axis=-1)
     return logits
 
 

@@ -221,7 +221,9 @@ class PhaseReadout(nn.Module):
         config = self.config
         if not config.tied_readout:
             phases_VD = self.param("phases", _phase_init(config), phases_VD.shape)
-        scale = self.param("scale", nn.initializers.constant(config.readout_scale), ())
+        scale = self.param(
+            "scale", nn.initializers.constant(config.readout_logit / config.width), ()
+        )
         bias_V = self.param("bias", nn.initializers.zeros_init(), (config.symbols,))
         alignment_BTV = jax.lax.dot_general(
             layer.phase_features(theta_BTD).astype(config.dtype),

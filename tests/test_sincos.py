@@ -69,7 +69,7 @@ def test_two_units_in_the_last_place(name):
 
 
 def test_whole_quarter_turns():
-    sin, cos = pair(jnp.arange(-8, 9) * np.float32(np.pi / 2))
+    sin, cos = pair(np.float32(np.arange(-8, 9) * np.pi / 2))
     close((sin[::2], cos[1::2]), (np.zeros(9), np.zeros(8)), 2e-6)
     close((sin[1::2], cos[::2]), ([1, -1] * 4, [1, -1] * 4 + [1]))
 

@@ -2,7 +2,7 @@
 
     python -m experiments.enwik8 --config=experiments/configs/quickstart.py
 
-PARAMS parameters: 3 layers of 64 coordinates in 2 heads, feed-forward width 212. Needs no network
+213,639 parameters: 3 layers of 64 coordinates in 2 heads, feed-forward width 212. Needs no network
 and no file.
 """
 

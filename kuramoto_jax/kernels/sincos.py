@@ -16,8 +16,10 @@ from kuramoto_jax.kernels.cody_waite import leading_parts
 
 LIMIT = 1e4
 
-# n stays below 2^13 for |x| < LIMIT, so that its products with parts of 11 bits are exact.
-_HALF_PI = leading_parts(math.pi / 2, bits=11, parts=5)
+# n stays below 2^13 for |x| < LIMIT, so that its products with parts of 11 bits are exact. The last
+# part is what pi/2 has beyond float64: near a multiple of pi/2 the result hangs on it.
+_HALF_PI_1, _HALF_PI_2, _HALF_PI_3, _HALF_PI_4 = leading_parts(math.pi / 2, bits=11, parts=4)
+_HALF_PI_5 = 6.123233995736766e-17
 
 # Minimax fits on |r| <= pi/4 with z = r^2 (Lawson's iteration in float64):
 # sin r = r + r z P(z) to 4e-9 and cos r = 1 - z/2 + z^2 Q(z) to 1e-10.
@@ -76,9 +78,11 @@ def _horner(z: jax.Array, coefficients: tuple[float, ...]) -> jax.Array:
 
 def _polynomials(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     turns = jnp.round(x * np.float32(2 / math.pi))
-    r = x
-    for part in _HALF_PI:
-        r = r - turns * np.float32(part)
+    coarse = x - turns * np.float32(_HALF_PI_1) - turns * np.float32(_HALF_PI_2)
+    step = turns * np.float32(_HALF_PI_3)
+    rounded = coarse - step
+    lost = (coarse - rounded) - step
+    r = rounded + (lost - turns * np.float32(_HALF_PI_4) - turns * np.float32(_HALF_PI_5))
     z = r * r
     sin = r + r * z * _horner(z, _SIN)
     cos = 1.0 - 0.5 * z + z * z * _horner(z, _COS)

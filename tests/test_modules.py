@@ -1,0 +1,343 @@
+"""The linen modules against float64 loops with the modules' own parameters."""
+
+import dataclasses
+import functools
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from kuramoto_jax.config import ModelConfig
+from kuramoto_jax.modules import (
+    KuramotoAttention,
+    KuramotoBlock,
+    PhaseEmbed,
+    PhaseReadout,
+    PhaseSwiGLU,
+    TanhBound,
+    position_rates,
+)
+
+SMALL = ModelConfig(symbols=11, layers=1, width=6, heads=2, hidden=5)
+BATCH, TOKENS = 2, 5
+QUICK = {"xla_backend_optimization_level": 0}  # compile fast, run slowly
+
+
+def config_of(**fields):
+    return dataclasses.replace(SMALL, **fields)
+
+
+def close(actual, expected, tolerance=1e-5):
+    atol = tolerance * (1 + np.abs(expected).max())
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
+
+
+def phases(seed=0, shape=(BATCH, TOKENS, 6)):
+    return jnp.asarray(np.random.default_rng(seed).uniform(-4, 4, shape), jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
+def initial(module, select, *args):
+    """Initial parameters, of which `select` picks what is wanted: only that is compiled."""
+    return select(module.init(jax.random.key(0), *args)["params"])
+
+
+def everything(params):
+    return params
+
+
+def randomized(module, *args, seed=1, scale=0.5):
+    """Parameters far from the initial ones, so that none hides behind a zero or a one."""
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(module.init, jax.random.key(0), *args)["params"]
+    return jax.tree.map(lambda p: jnp.asarray(rng.normal(0.3, scale, p.shape), p.dtype), shapes)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def apply(module, params, *args):
+    return module.apply({"params": params}, *args)
+
+
+def float64(tree):
+    return jax.tree.map(lambda p: np.asarray(p).astype(np.float64), tree)
+
+
+# The modules in NumPy
+
+
+def attention_in_numpy(params, theta, mask="causal"):
+    """Steps 1 to 6 of one sequence [T, D]: the increment before the bound."""
+    params, theta = float64(params), np.asarray(theta, np.float64)
+    heads, width = params["omega"].shape
+    split = theta.reshape(len(theta), heads, width)
+    lift = np.stack([reference.phase_features(split[:, h]) for h in range(heads)], axis=1)
+
+    def read(name):
+        kernel, bias = params[name]["kernel"], params[name]["bias"]
+        return np.einsum("thc,hcij->tij", lift, kernel) + bias
+
+    gate_q, gate_k = (reference.normalized_gate(read(name)) for name in ("gate_q", "gate_k"))
+    value_gate = read("value_gate")
+    out = np.zeros(split.shape)
+    for h in range(heads):
+        tau, omega = params["tau"][h], params["omega"][h]
+        coupling = reference.kuramoto_attention(
+            split[:, h], gate_q[:, h], gate_k[:, h], tau, omega, mask=mask
+        )
+        out[:, h] = value_gate[:, h] * coupling
+    return out.reshape(theta.shape)
+
+
+def block_in_numpy(config, params, theta, mask="causal"):
+    """One layer of one sequence [T, D], steps 1 to 8."""
+    params, theta = float64(params), np.asarray(theta, np.float64)
+    increment = attention_in_numpy(params["attention"], theta, mask)
+    theta = theta + reference.bounded(increment, params["attention_bound"]["radius"], config.bound)
+    weights = params["feedforward"]
+    inputs = reference.phase_features(theta) if config.feedforward == "lift" else theta
+    increment = reference.swiglu(inputs, weights["gate"], weights["up"], weights["out"]["kernel"])
+    radius = params["feedforward_bound"]["radius"]
+    return theta + reference.bounded(increment, radius, config.bound)
+
+
+def readout_in_numpy(params, theta, table):
+    """logit_tc = scale sum_j cos(theta_tj - phi_cj) + bias_c."""
+    table = np.asarray(params.get("phases", table))
+    out = np.zeros((len(theta), len(table)))
+    for t, c in np.ndindex(out.shape):
+        agreement = sum(
+            math.cos(float(a) - float(b)) for a, b in zip(theta[t], table[c], strict=True)
+        )
+        out[t, c] = float(params["scale"]) * agreement + float(params["bias"][c])
+    return out
+
+
+# Attention and block
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"implementation": "reference"},
+        {"width": 4, "heads": 4},
+    ],
+    ids=str,
+)
+def test_attention(fields):
+    config = config_of(**fields)
+    theta = phases(shape=(BATCH, TOKENS, config.width))
+    params = randomized(KuramotoAttention(config), theta)
+    increment, cache = apply(KuramotoAttention(config), params, theta)
+    assert cache is None
+    assert increment.dtype == jnp.float32
+    for row, theta_row in zip(increment, theta, strict=True):
+        close(row, attention_in_numpy(params, theta_row))
+
+
+@pytest.mark.parametrize(("bound", "feedforward"), [("norm", "raw"), ("coordinate", "lift")])
+def test_block(bound, feedforward):
+    config, theta = config_of(bound=bound, feedforward=feedforward), phases()
+    params = randomized(KuramotoBlock(config), theta)
+    after, _ = apply(KuramotoBlock(config), params, theta)
+    for row, theta_row in zip(after, theta, strict=True):
+        close(row, block_in_numpy(config, params, theta_row), 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("ones", [1, 1, 1]), ("alternating", [1, 0, 1]), ("zeros", [0, 0, 0])],
+)
+def test_gates_start_at_their_bias(kind, expected):
+    def biases(params):
+        return {name: params[name]["bias"] for name in ("gate_q", "gate_k", "value_gate")}
+
+    found = initial(KuramotoAttention(config_of(value_bias=kind)), biases, phases())
+    close(found["value_gate"], [expected, expected], 0)
+    close(found["gate_q"], 0, 0)
+    close(found["gate_k"], 0, 0)
+
+
+def test_tau_starts_at_its_value():
+    tau = initial(KuramotoAttention(config_of(tau=2.5)), operator.itemgetter("tau"), phases())
+    close(tau, [2.5, 2.5], 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [1.0, 0.1, 0.01]),
+        ({"rate_scale": 0.5}, [0.5, 0.05, 0.005]),
+        ({"rates": "zero"}, [0, 0, 0]),
+    ],
+)
+def test_rates_start_geometric_scaled_or_at_zero(fields, expected):
+    module = KuramotoAttention(config_of(rate_base=1000.0, **fields))
+    close(initial(module, operator.itemgetter("omega"), phases()), [expected] * 2, 1e-7)
+
+
+def test_rates_by_hand():
+    close(position_rates(ModelConfig(), 4), [1.0, 0.1, 0.01, 0.001], 1e-12)
+
+
+@pytest.mark.parametrize("rates", ["zero", "rope"])
+def test_without_rates_the_order_of_the_past_does_not_matter(rates):
+    theta, order = phases(), np.array([2, 0, 3, 1, 4])
+    module = KuramotoAttention(SMALL)
+    params = randomized(module, theta)
+    omega = initial(KuramotoAttention(config_of(rates=rates)), operator.itemgetter("omega"), theta)
+    params = {**params, "omega": omega}
+    one, other = (
+        np.asarray(apply(module, params, jnp.asarray(x))[0])[:, -1]
+        for x in (np.asarray(theta), np.asarray(theta)[:, order])
+    )
+    change = np.abs(one - other).max()
+    assert change < 2e-6 if rates == "zero" else change > 1e-2
+
+
+# Feed-forward and bound
+
+
+@pytest.mark.parametrize("feedforward", ["raw", "lift"])
+def test_feedforward(feedforward):
+    config, theta = config_of(feedforward=feedforward), phases()
+    module = PhaseSwiGLU(config)
+    params = randomized(module, theta)
+    turned = theta + jnp.float32(2 * np.pi)
+    result, turned = (apply(module, params, x) for x in (theta, turned))
+    for row, theta_row in zip(result, theta, strict=True):
+        inputs = reference.phase_features(theta_row) if feedforward == "lift" else theta_row
+        weights = float64((params["gate"], params["up"], params["out"]["kernel"]))
+        close(row, reference.swiglu(inputs, *weights), 2e-5)
+    change = np.abs(turned - result).max() / np.abs(result).max()
+    assert change < 1e-5 if feedforward == "lift" else change > 0.1
+
+
+def test_feedforward_scale_is_a_factor_on_the_initial_output_matrix():
+    one, other = (
+        initial(PhaseSwiGLU(config_of(feedforward_scale=scale)), everything, phases())
+        for scale in (0.1, 0.4)
+    )
+    close(other["out"]["kernel"], 4 * np.asarray(one["out"]["kernel"]), 1e-6)
+    close(other["gate"], one["gate"], 0)
+    assert np.abs(one["out"]["kernel"]).max() > 0.01
+
+
+def test_feedforward_in_bfloat16_does_not_round_angles():
+    # gate = up = theta_0 - theta_1 = 2^-9, which 8 bits at theta = 3 cannot tell from zero
+    config = config_of(width=2, heads=1, hidden=1, dtype="bfloat16")
+    column = jnp.array([[1.0], [-1.0]])
+    params = {"gate": column, "up": column, "out": {"kernel": jnp.ones((1, 2))}}
+    theta = jnp.array([[[3 + 2.0**-9, 3.0], [3.0, 3.0]]], jnp.float32)
+    result = apply(PhaseSwiGLU(config), params, theta)
+    assert result.dtype == jnp.float32
+    step = 2.0**-9
+    np.testing.assert_allclose(result[0, 0], step**2 / (1 + math.exp(-step)), rtol=0.02)
+    close(result[0, 1], 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["norm", "coordinate"])
+def test_bound(kind):
+    module, x = TanhBound(config_of(bound=kind, radius=0.7)), phases()
+    params = initial(module, everything, x)
+    assert list(params) == ["radius"]
+    close(params["radius"], [0.7] * 6, 1e-7)
+    params = randomized(module, x)
+    close(apply(module, params, x), reference.bounded(x, params["radius"], kind))
+
+
+def test_bfloat16_keeps_phases_and_parameters_in_float32():
+    theta, narrow = phases(), KuramotoBlock(config_of(dtype="bfloat16"))
+    params = randomized(narrow, theta, scale=0.2)
+    shapes = jax.eval_shape(narrow.init, jax.random.key(0), theta)
+    assert {p.dtype for p in jax.tree.leaves(shapes)} == {jnp.dtype("float32")}
+    result = apply(narrow, params, theta)[0]
+    assert result.dtype == jnp.float32
+    expected = np.stack([block_in_numpy(SMALL, params, row) for row in theta])
+    change = np.abs(np.asarray(result) - expected)
+    assert 1e-4 < change.max() < 0.1
+
+
+def test_bfloat16_leaves_fine_differences_of_phases():
+    # nothing moves: the radii are zero, and what is left is the state itself
+    theta, module = phases(), KuramotoBlock(config_of(dtype="bfloat16"))
+    params = randomized(module, theta)
+    for name in ("attention_bound", "feedforward_bound"):
+        params[name] = {"radius": jnp.zeros(6)}
+    close(apply(module, params, theta)[0], theta, 0)
+
+
+# Embedding and readout
+
+
+def test_embedding_looks_up():
+    tokens = jnp.array([[3, 0, 10], [10, 10, 1]])
+    params = initial(PhaseEmbed(SMALL), everything, tokens)
+    theta = apply(PhaseEmbed(SMALL), params, tokens)
+    assert theta.shape == (2, 3, 6)
+    assert theta.dtype == jnp.float32
+    close(theta, np.asarray(params["phases"])[np.asarray(tokens)], 0)
+
+
+def extent(table, heads):
+    """Greatest absolute phase of each coordinate, [H, K]."""
+    return np.abs(np.asarray(table)).max(axis=0).reshape(heads, -1)
+
+
+def test_initial_phases_of_a_ramp_spread_along_each_head():
+    config = ModelConfig(symbols=2000, width=12, heads=3, phase_spread_min=0.2, phase_spread=2.0)
+    table = initial(PhaseEmbed(config), operator.itemgetter("phases"), jnp.zeros((1, 1), jnp.int32))
+    reach, spread = extent(table, 3), np.array([[0.2, 0.8, 1.4, 2.0]])
+    assert np.all(reach <= spread * (1 + 1e-6))
+    assert np.all(reach > 0.98 * spread)
+    assert np.all(np.diff(reach, axis=1) > 0)
+    deviation = np.asarray(table).std(axis=0).reshape(3, 4)
+    np.testing.assert_allclose(deviation, np.repeat(spread, 3, 0) / np.sqrt(3), rtol=0.05)
+
+
+@pytest.mark.parametrize("spread", [0.3, math.pi])
+def test_initial_phases_uniform(spread):
+    config = ModelConfig(symbols=2000, width=12, heads=3, phase_init="uniform", phase_spread=spread)
+    table = initial(PhaseEmbed(config), operator.itemgetter("phases"), jnp.zeros((1, 1), jnp.int32))
+    reach = extent(table, 3)
+    assert np.all(reach <= spread * (1 + 1e-6))
+    assert np.all(reach > 0.98 * spread)
+    close(np.asarray(table).mean(axis=0), 0, 0.1 * spread)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_readout(tied):
+    module = PhaseReadout(config_of(tied_readout=tied, readout_logit=0.25 * 6))
+    theta, table = phases(), phases(5, (11, 6))
+    params = initial(module, everything, theta, table)
+    assert sorted(params) == ["bias", "scale"] if tied else ["bias", "phases", "scale"]
+    close(params["scale"], 0.25, 0)
+    close(params["bias"], 0, 0)
+    params = randomized(module, theta, table)
+    logits = apply(module, params, theta, table)
+    assert logits.shape == (BATCH, TOKENS, 11)
+    assert logits.dtype == jnp.float32
+    for row, theta_row in zip(logits, theta, strict=True):
+        close(row, readout_in_numpy(params, theta_row, table))
+    change = np.abs(apply(module, params, theta, table + 1.0) - logits).max()
+    assert change > 0.01 if tied else change == 0
+
+
+def test_readout_is_largest_for_the_phases_it_is_given():
+    table = phases(5, (11, 6))
+    params = initial(PhaseReadout(SMALL), everything, table[None], table)
+    logits = np.asarray(apply(PhaseReadout(SMALL), params, table[None], table))[0]
+    assert np.all(logits.argmax(axis=1) == np.arange(11))
+    close(np.diag(logits), SMALL.readout_logit, 1e-6)
+
+
+def test_readout_in_bfloat16_gives_float32():
+    theta, table = phases(), phases(5, (11, 6))
+    params = initial(PhaseReadout(SMALL), everything, theta, table)
+    logits = apply(PhaseReadout(config_of(dtype="bfloat16")), params, theta, table)
+    assert logits.dtype == jnp.float32
+    close(logits, apply(PhaseReadout(SMALL), params, theta, table), 0.01)
