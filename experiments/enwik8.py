@@ -11,13 +11,14 @@ same command again continues it. Example:
 
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
-from kuramoto_jax.config import Config, ConfigError, options, unknown_key
+from kuramoto_jax.config import Config, ConfigError, completed, options, unknown_key
 from kuramoto_jax.data import DataError
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -36,45 +37,54 @@ def help_text() -> str:
 def parse(argv: Sequence[str]) -> tuple[Config, Path]:
     """Reads the command line into a configuration and a run directory.
 
+    Keys that the configuration file leaves out have their defaults and can be overridden too.
+
     Args:
       argv: the arguments, without the program's name.
 
     Raises:
       ConfigError: for any fault in the flags or in the file, in one line.
     """
+    try:
+        argv = flags.FlagValues().read_flags_from_files(list(argv), force_gnu=True)
+    except flags.Error as error:
+        raise ConfigError(_first_line(error)) from error
     for argument in argv:
         name = argument.lstrip("-").split("=", 1)[0]
         if argument.startswith("-") and name.startswith("config.") and name[7:] not in options():
             raise ConfigError(unknown_key(name[7:]))
+    file = _config_file(argv)
+    overrides = _without_config_file(argv)
     values = flags.FlagValues()
-    program = ["experiments.enwik8", *argv]
-    config_flags.DEFINE_config_file(
-        "config", help_string="configuration file", flag_values=values, sys_argv=program
+    program = ["experiments.enwik8", *overrides]
+    config_flags.DEFINE_config_dict(
+        "config", ConfigDict(_load(file)), flag_values=values, sys_argv=program
     )
     flags.DEFINE_string("workdir", None, "directory of the run", flag_values=values)
-    _check_config_file(argv)
     try:
         rest = values(program)[1:]
-    except flags.Error as error:
+    except (flags.Error, ValueError, TypeError) as error:
         raise ConfigError(_first_line(error)) from error
-    except Exception as error:
-        # The config file is the user's own Python: whatever it raises is its fault to show.
-        raise ConfigError(f"--config: {type(error).__name__}: {_last_line(error)}") from error
     if rest:
         raise ConfigError(f"argument {rest[0]!r}: not understood; options are --name=value")
-    if not hasattr(values.config, "to_dict"):
-        raise ConfigError("--config: get_config() must return an ml_collections ConfigDict")
     config = Config.from_mapping(values.config.to_dict())
-    name = Path(values["config"].config_filename.split(":")[0]).stem
-    return config, Path(values.workdir or Path("runs") / name)
+    return config, Path(values.workdir or Path("runs") / Path(file.split(":")[0]).stem)
 
 
-def _check_config_file(argv: Sequence[str]) -> None:
-    """Raises a ConfigError unless --config names a file."""
-    value = None
+def _is_config_flag(argument: str) -> bool:
+    return argument.startswith("-") and argument.lstrip("-").partition("=")[0] == "config"
+
+
+def _config_file(argv: Sequence[str]) -> str:
+    """Returns the value of --config, which must name a file.
+
+    Raises:
+      ConfigError: if it does not.
+    """
+    value = ""
     for index, argument in enumerate(argv):
-        name, equals, given = argument.lstrip("-").partition("=")
-        if argument.startswith("-") and name == "config":
+        if _is_config_flag(argument):
+            _, equals, given = argument.partition("=")
             value = given if equals else "".join(argv[index + 1 : index + 2])
     if not value:
         raise ConfigError(f"--config=FILE: is required; shipped files are in {CONFIGS}")
@@ -82,15 +92,53 @@ def _check_config_file(argv: Sequence[str]) -> None:
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "there is no such file"
         raise ConfigError(f"--config={value}: {what}; shipped files are in {CONFIGS}")
+    return value
 
 
-def _first_line(error: Exception) -> str:
+def _without_config_file(argv: Sequence[str]) -> list[str]:
+    """Returns the arguments without --config=FILE or --config FILE."""
+    kept, skip = [], False
+    for argument in argv:
+        if skip:
+            skip = False
+        elif _is_config_flag(argument):
+            skip = "=" not in argument
+        else:
+            kept.append(argument)
+    return kept
+
+
+def _load(file: str) -> dict[str, Any]:
+    """Runs a configuration file and returns what it sets, with the defaults of all other keys.
+
+    Raises:
+      ConfigError: whatever the file raises, in one line.
+    """
+    values = flags.FlagValues()
+    program = ["experiments.enwik8", f"--config={file}"]
+    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=program)
+    try:
+        values(program)
+        # A file that cannot be read is told of lazily: touching the value raises.
+        config = values.config
+        is_mapping = isinstance(config, Mapping | ConfigDict)
+    except (Exception, SystemExit) as error:
+        # The file is the user's own Python: whatever it raises is its fault to show.
+        raise ConfigError(f"--config={file}: {_last_line(error)}") from error
+    if not is_mapping:
+        raise ConfigError(f"--config={file}: get_config() must return an ml_collections ConfigDict")
+    return completed(config.to_dict() if isinstance(config, ConfigDict) else config)
+
+
+def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def _last_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1].strip() if lines else ""
+def _last_line(error: BaseException) -> str:
+    """Returns the end of a message, with the kind of error, as a traceback's last line has it."""
+    kind, lines = type(error).__name__, str(error).strip().splitlines()
+    last = lines[-1].strip() if lines else ""
+    return last if kind in last or isinstance(error, flags.Error) else f"{kind}: {last}"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -98,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
     # A console that lacks a character of a sample shows it escaped.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    if any(argument.lstrip("-") in ("help", "helpfull", "h") for argument in argv):
+    if any(argument in ("-h", "--help", "--helpfull") for argument in argv):
         print(help_text())
         return 0
     try:
@@ -116,6 +164,9 @@ def main(argv: Sequence[str]) -> int:
     except (TrainError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues from the last checkpoint", file=sys.stderr)
+        return 130
     return 0
 
 

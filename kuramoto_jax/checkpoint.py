@@ -5,29 +5,53 @@ read without an optimizer. Saves are asynchronous and atomic: a step's directory
 final name when it is whole.
 """
 
+import dataclasses
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 METRIC = "val_bpc"
+
+
+def _score(metrics: dict[str, float] | None) -> float:
+    """Returns the validation score of a step, infinite where it was not validated."""
+    return metrics[METRIC] if metrics else math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class _NewestAndBest:
+    """Orbax preservation policy: the newest `keep` steps and the best validated one."""
+
+    keep: int
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        """Returns for each step, oldest first, whether it stays."""
+        del context
+        scores = [_score(checkpoint.metrics) for checkpoint in checkpoints]
+        best = min(scores, default=math.inf)
+        chosen = scores.index(best) if math.isfinite(best) else None
+        newest = len(checkpoints) - self.keep
+        return [index >= newest or index == chosen for index in range(len(checkpoints))]
 
 
 class Checkpoints:
     """The checkpoints of one run: the newest `keep` ones, and the best by validation."""
 
-    def __init__(self, directory: Path, keep: int = 1) -> None:
-        best = BestN(
-            get_metric_fn=lambda metrics: metrics[METRIC],
-            reverse=True,
-            n=1,
-            keep_checkpoints_without_metrics=False,
-        )
+    def __init__(self, directory: Path, keep: int = 1, *, create: bool = True) -> None:
+        """Opens the checkpoints in a directory, made if missing and if `create` says so.
+
+        Opening and reading change nothing that is there: a run may be read while it is training.
+        """
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
-            cleanup_tmp_directories=True,
+            preservation_policy=_NewestAndBest(keep),
+            # Orbax stores scores, to be there when a run is continued, only if it can rank them.
+            best_fn=_score,
+            best_mode="min",
+            create=create,
         )
         self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
 
@@ -45,7 +69,7 @@ class Checkpoints:
             args=ocp.args.Composite(
                 params=ocp.args.StandardSave(params), training=ocp.args.StandardSave(training)
             ),
-            metrics=None if val_bpc is None else {METRIC: val_bpc},
+            metrics={METRIC: math.inf if val_bpc is None else val_bpc},
             force=True,
         )
 

@@ -289,7 +289,13 @@ class Config(_Group):
         Raises:
           ConfigError: for an unknown key, a value of the wrong type, or one that cannot be run.
         """
-        return _build(cls, mapping, "")
+        values = completed(mapping)
+        groups = {
+            name: kind(**values[name])
+            for name, kind in typing.get_type_hints(cls).items()
+            if _is_group(kind)
+        }
+        return cls(**values | groups)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the configuration as nested dictionaries, the inverse of `from_mapping`."""
@@ -300,22 +306,32 @@ def _is_group(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, _Group)
 
 
-def _build(cls: Any, mapping: Mapping[str, Any], prefix: str) -> Any:
-    """Builds the dataclass `cls` from a mapping, checking names and types on the way."""
-    if not isinstance(mapping, Mapping) and not hasattr(mapping, "items"):
-        raise ConfigError(f"{prefix.rstrip('.')}={mapping!r}: must be a group of fields")
-    fields = typing.get_type_hints(cls)
-    fields.pop("_prefix")
-    arguments = {}
+def completed(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration as nested dictionaries with every key: given values and defaults.
+
+    Names and types are checked; whether the values can be run together is not.
+
+    Raises:
+      ConfigError: for an unknown key or a value of the wrong type.
+    """
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"{mapping!r}: a configuration must be a mapping of keys to values")
+    values = Config().to_dict()
+    kinds = typing.get_type_hints(Config)
     for key, value in mapping.items():
-        if key not in fields:
-            raise ConfigError(unknown_key(prefix + key))
-        annotation = fields[key]
-        if _is_group(annotation):
-            arguments[key] = _build(annotation, value, f"{prefix}{key}.")
-        else:
-            arguments[key] = _typed(prefix + key, value, annotation)
-    return cls(**arguments)
+        if key not in values:
+            raise ConfigError(unknown_key(str(key)))
+        if not _is_group(kinds[key]):
+            values[key] = _typed(key, value, kinds[key])
+            continue
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{key}={value!r}: must be a group of fields")
+        inner = typing.get_type_hints(kinds[key])
+        for name, item in value.items():
+            if name not in values[key]:
+                raise ConfigError(unknown_key(f"{key}.{name}"))
+            values[key][name] = _typed(f"{key}.{name}", item, inner[name])
+    return values
 
 
 def _typed(name: str, value: Any, annotation: Any) -> Any:

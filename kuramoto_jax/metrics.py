@@ -41,12 +41,15 @@ def write_atomically(path: Path, text: str) -> None:
 class MetricsWriter:
     """Appends rows to `metrics.jsonl` and, where wanted, to TensorBoard event files.
 
-    Opened at a step, it first drops the rows beyond it: a resumed run writes each step once.
+    Opened at a step, it first drops the rows beyond it and the test score, which the end of a run
+    writes anew: a resumed run writes each thing once.
     """
 
     def __init__(self, workdir: Path, step: int, tensorboard: bool) -> None:
         path = workdir / "metrics.jsonl"
-        self.rows = [row for row in read_rows(path) if row["step"] <= step]
+        self.rows = [
+            row for row in read_rows(path) if row["step"] <= step and "test_bpc" not in row
+        ]
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self._file = path.open("a")
         self._events = None

@@ -5,6 +5,7 @@ compiled call runs several optimizer steps. The host dispatches a call and only 
 metrics of the one before, so the device never waits for it.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -27,7 +28,7 @@ from kuramoto_jax import data, optim, sharding
 from kuramoto_jax.baselines import LanguageModel, bigram_bpc, build
 from kuramoto_jax.checkpoint import Checkpoints
 from kuramoto_jax.config import Config, ConfigError, flatten
-from kuramoto_jax.generate import as_text, generate
+from kuramoto_jax.generate import Sampling, as_text, generate
 from kuramoto_jax.loss import bits, next_byte_loss
 from kuramoto_jax.metrics import (
     MetricsWriter,
@@ -122,9 +123,10 @@ def train_step(
 def make_train_steps(config: Config, mesh: Mesh) -> jax.stages.Wrapped:
     """Returns a jitted `(state, corpus, count) -> (state, metrics)` that runs `count` steps.
 
-    `count` is a traced number up to `train.log_every`: the loop is compiled once. Each metric is an
-    array of `train.log_every` values, of which the first `count` are set. The state is donated.
+    `count` is a traced number up to `train.log_every`, so the loop is compiled once. Each metric is
+    an array of that many values, of which the first `count` are set. The state is donated.
     """
+    most = min(config.train.log_every, config.train.steps)
     step_fn = functools.partial(
         train_step,
         model=build(config.model),
@@ -149,7 +151,7 @@ def make_train_steps(config: Config, mesh: Mesh) -> jax.stages.Wrapped:
     def train_steps(
         state: TrainState, corpus_N: jax.Array, count: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        empty = jnp.full((config.train.log_every,), jnp.nan)
+        empty = jnp.full((most,), jnp.nan)
         carry = (state, {"loss": empty, "grad_norm": empty})
         return jax.lax.fori_loop(0, count, lambda i, c: body(i, c, corpus_N), carry)
 
@@ -220,7 +222,7 @@ def evaluate(
     evaluator = Evaluator(
         model,
         window=window,
-        stride=stride or window,
+        stride=window if stride is None else stride,
         batch_size=batch_size,
         mesh=mesh or sharding.make_mesh(),
     )
@@ -254,27 +256,42 @@ class _StopRequest:
         self._restore()
 
 
-def _differing_keys(stored: dict[str, Any], config: Config) -> list[str]:
-    """Returns "key: old -> new" for each key that a continued run must not change."""
-    old, new = flatten(stored), flatten(json.loads(json.dumps(config.to_dict())))
+def _differing_keys(stored: Config, config: Config) -> list[str]:
+    """Returns a note for each key with another value that a continued run must not change."""
+    old, new = flatten(stored.to_dict()), flatten(config.to_dict())
     return [
-        f"{key}: {old.get(key)!r} in the directory, {new.get(key)!r} asked for"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key not in MAY_CHANGE
+        f"{key}: {old[key]!r} in the directory, {new[key]!r} asked for"
+        for key in old
+        if old[key] != new[key] and key not in MAY_CHANGE
     ]
 
 
-def _claim_workdir(
+def _stored_config(workdir: Path) -> Config:
+    """Reads the `config.json` of a run.
+
+    Raises:
+      ConfigError: if it is not there, not JSON or not a configuration.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        raise ConfigError(f"workdir={workdir}: holds no run (no config.json)")
+    try:
+        return Config.from_mapping(json.loads(path.read_text()))
+    except (json.JSONDecodeError, UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(f"workdir={workdir}: its config.json is damaged ({error})") from error
+
+
+def _check_workdir(
     workdir: Path, config: Config, corpus: data.Corpus, log: Callable[[str], None]
 ) -> None:
-    """Writes `config.json` and `environment.json`, or checks that those there are of this run.
+    """Checks that a directory is new or holds this run; writes nothing.
 
     Raises:
       ConfigError: if the directory holds another run, or something else.
     """
-    config_path, environment_path = workdir / "config.json", workdir / "environment.json"
-    if config_path.exists():
-        stored = json.loads(config_path.read_text())
+    environment_path = workdir / "environment.json"
+    if (workdir / "config.json").exists():
+        stored = _stored_config(workdir)
         differing = _differing_keys(stored, config)
         if differing:
             raise ConfigError(
@@ -288,9 +305,9 @@ def _claim_workdir(
                     f"workdir={workdir}: the data has changed since the run began (sha256 "
                     f"{digest[:12]}..., now {corpus.sha256[:12]}...); choose another --workdir"
                 )
-        if stored["train"]["steps"] != config.train.steps:
+        if stored.train.steps != config.train.steps:
             log(
-                f"train.steps is {config.train.steps}, was {stored['train']['steps']}: from here "
+                f"train.steps is {config.train.steps}, was {stored.train.steps}: from here "
                 "on the learning rate follows the schedule of the new length"
             )
     elif workdir.exists() and not workdir.is_dir():
@@ -300,6 +317,10 @@ def _claim_workdir(
             f"workdir={workdir}: is not empty and holds no run (no config.json); "
             "choose an empty or a new directory"
         )
+
+
+def _claim_workdir(workdir: Path, config: Config, corpus: data.Corpus) -> None:
+    """Writes `config.json` and `environment.json`."""
     workdir.mkdir(parents=True, exist_ok=True)
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
     devices = jax.devices()
@@ -309,8 +330,8 @@ def _claim_workdir(
         "device": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
         "data": {"description": corpus.description, "sha256": corpus.sha256},
     }
-    write_atomically(config_path, json.dumps(config.to_dict(), indent=2) + "\n")
-    write_atomically(environment_path, json.dumps(environment, indent=2) + "\n")
+    write_atomically(workdir / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+    write_atomically(workdir / "environment.json", json.dumps(environment, indent=2) + "\n")
 
 
 def _next_stop(step: int, config: Config) -> int:
@@ -395,14 +416,19 @@ def fit(
     corpus = data.load_corpus(
         config.data.source, config.data.path, config.data.split, window=window
     )
-    _claim_workdir(workdir, config, corpus, log)
+    largest = max(int(part.max()) for part in (corpus.train, corpus.validation, corpus.test))
+    if largest >= config.model.symbols:
+        raise ConfigError(
+            f"model.symbols={config.model.symbols}: the data holds byte {largest}; "
+            f"use at least {largest + 1}, or 256 for any bytes"
+        )
+    _check_workdir(workdir, config, corpus, log)
     summary_path = workdir / "summary.json"
     if summary_path.exists():
         summary = json.loads(summary_path.read_text())
         if summary["steps"] == config.train.steps:
             log(f"{workdir} holds this run, finished at step {summary['steps']}")
             return summary
-        summary_path.unlink()
 
     model = build(config.model)
     state = init_state(config, mesh)
@@ -421,21 +447,21 @@ def fit(
         f"{window} bytes of context"
     )
 
-    checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep)
-    stored = checkpoints.steps()
-    step = stored[-1] if stored else 0
+    step = _newest_step(workdir)
     if step > config.train.steps:
         raise ConfigError(
             f"train.steps={config.train.steps}: the run in {workdir} is at step {step} already"
         )
-    if stored:
-        state = _restore(checkpoints, step, state)
-        log(f"resumed from step {step}")
-
+    _claim_workdir(workdir, config, corpus)
+    summary_path.unlink(missing_ok=True)
     with (
+        contextlib.closing(Checkpoints(workdir / "checkpoints", config.train.keep)) as checkpoints,
         MetricsWriter(workdir, step, config.train.tensorboard) as writer,
         _StopRequest() as stop,
     ):
+        if step:
+            state = _restore(checkpoints, step, state)
+            log(f"resumed from step {step}")
         started = time.perf_counter() - _seconds_before(writer.rows)
         train_steps = make_train_steps(config, mesh)
         corpus_N = jax.device_put(corpus.train, sharding.replicated(mesh))
@@ -463,6 +489,7 @@ def fit(
                 continue
             progress.record(*pending)
             pending = None
+            _check_finite(state.params, step)
             val_bpc = None
             if validate:
                 val_bpc = evaluator(state.params, corpus.validation)
@@ -477,7 +504,7 @@ def fit(
                 val_bpc,
             )
             if stop.name and not last:
-                checkpoints.close()
+                checkpoints.wait()
                 log(f"{stop.name}: stopped at step {step}, saved; the same command continues")
                 return None
             progress.restart_clock()
@@ -487,7 +514,6 @@ def fit(
         best_params = checkpoints.restore_params(best["step"], state.params)
         test_bpc = evaluator(best_params, corpus.test)
         writer.write({"step": config.train.steps, "test_bpc": test_bpc, "best_step": best["step"]})
-        checkpoints.close()
         summary = {
             "params": params,
             "val_bpc": best["val_bpc"],
@@ -506,6 +532,30 @@ def fit(
         f"test       {test_bpc:.4f} bpc (bigram model {summary['bigram_test_bpc']:.4f})"
     )
     return summary
+
+
+def _newest_step(workdir: Path) -> int:
+    """Returns the newest stored step of a run, 0 where there is none; changes nothing."""
+    directory = workdir / "checkpoints"
+    if not directory.is_dir():
+        return 0
+    with contextlib.closing(Checkpoints(directory, create=False)) as checkpoints:
+        return max(checkpoints.steps(), default=0)
+
+
+@jax.jit
+def _all_finite(params: Any) -> jax.Array:
+    """Returns whether every number of a tree is finite."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]))
+
+
+def _check_finite(params: Any, step: int) -> None:
+    """Raises a TrainError if the parameters after `step` are not finite: nothing stores them."""
+    if not _all_finite(params):
+        raise TrainError(
+            f"step {step}: the parameters after it are not finite; the run stops and keeps its "
+            "earlier checkpoints. Lower optim.learning_rate"
+        )
 
 
 def _restore(checkpoints: Checkpoints, step: int, state: TrainState) -> TrainState:
@@ -545,7 +595,7 @@ def _sample(
         jax.random.key(config.seed),
         length=config.train.sample_length,
         slots=config.data.window,
-        temperature=0.8,
+        sampling=Sampling(temperature=0.8),
     )
     text = as_text(np.concatenate([prompt, np.asarray(tokens[0])]))
     step = writer.rows[-1]["step"]
@@ -567,22 +617,20 @@ def load_run(workdir: str | Path) -> tuple[Config, LanguageModel, Any, int]:
       ConfigError: if the directory holds no run or no checkpoint.
     """
     workdir = Path(workdir).expanduser().absolute()
-    if not (workdir / "config.json").exists():
-        raise ConfigError(f"workdir={workdir}: holds no run (no config.json)")
-    config = Config.from_mapping(json.loads((workdir / "config.json").read_text()))
-    checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep)
-    stored = checkpoints.steps()
-    if not stored:
+    config = _stored_config(workdir)
+    if not _newest_step(workdir):
         raise ConfigError(f"workdir={workdir}: has no whole checkpoint yet")
-    rows = [row for row in read_rows(workdir / "metrics.jsonl") if "val_bpc" in row]
-    validated = [row for row in rows if row["step"] in stored]
-    step = _best_row(validated, stored)["step"] if validated else stored[-1]
     model = build(config.model)
     shapes = jax.eval_shape(functools.partial(init_params, model, config.seed))
     placement = sharding.replicated(sharding.make_mesh())
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement), shapes
     )
-    params = checkpoints.restore_params(step, shapes)
-    checkpoints.close()
+    directory = workdir / "checkpoints"
+    with contextlib.closing(Checkpoints(directory, create=False)) as checkpoints:
+        stored = checkpoints.steps()
+        rows = read_rows(workdir / "metrics.jsonl")
+        validated = [row for row in rows if "val_bpc" in row and row["step"] in stored]
+        step = _best_row(validated, stored)["step"] if validated else stored[-1]
+        params = checkpoints.restore_params(step, shapes)
     return config, model, params, step

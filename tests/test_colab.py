@@ -14,7 +14,7 @@ def notebook(tmp_path):
     """The notebook with a tiny budget in a directory of its own, the installed package as it is."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     changes = {
-        "STEPS = 600": "STEPS = 6",
+        "STEPS = 500": "STEPS = 6",
         'WORKDIR = "runs/quickstart"': f"WORKDIR = {str(tmp_path / 'run')!r}",
         "%pip install --quiet {SOURCE}": "",
         "settings.train.steps = STEPS\n": (

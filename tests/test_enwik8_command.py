@@ -35,8 +35,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # ml_collections loads every configuration file into one module, over what was there.
     monkeypatch.delitem(sys.modules, "config_config", raising=False)
-    content = np.random.default_rng(0).choice(np.array([0, 10, 97, 195], np.uint8), 3000)
-    (tmp_path / "corpus.bin").write_bytes(content)
+    content = "".join(np.random.default_rng(0).choice(list("aé\n"), 2500))
+    (tmp_path / "corpus.bin").write_bytes(content.encode())
     (tmp_path / "tiny.py").write_text(
         "from ml_collections import ConfigDict\n"
         "from kuramoto_jax.config import Config\n"
@@ -301,11 +301,11 @@ def start(folder, *argv, **environment):
         cwd=folder,
         env=os.environ
         | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
-        | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONIOENCODING": "utf-8"}
         | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
     )
 
 
@@ -316,7 +316,7 @@ def test_killed_process_resumes_to_the_same_end(folder):
     whole = start(folder, *argv, "--workdir=whole", PYTHONIOENCODING="ascii")
     out, err = whole.communicate(timeout=300)
     assert (whole.returncode, err) == (0, "")
-    assert "400 steps" in out
+    assert "\\xe9" in out
 
     killed = start(folder, *argv, "--workdir=parts")
     metrics, deadline = folder / "parts" / "metrics.jsonl", time.monotonic() + 120

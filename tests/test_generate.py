@@ -10,7 +10,7 @@ from test_cache import logits_in_numpy
 from test_model import CONFIGS, QUICK, logits, parameters, text
 
 from kuramoto_jax.baselines import build
-from kuramoto_jax.generate import as_text, filter_logits, generate
+from kuramoto_jax.generate import Sampling, as_text, filter_logits, generate, prefill, stream
 
 LENGTH, SLOTS = 8, 16
 PROMPTS = text(2, 4, seed=5)
@@ -23,8 +23,8 @@ def sample(name, seed=0, temperature=1.0, top_k=0, top_p=1.0):
 
 
 def draw(name, seed=0, temperature=1.0, top_k=0, top_p=1.0):
-    fields = {"length": LENGTH, "slots": SLOTS, "temperature": temperature}
-    function = compiled(name, **fields, top_k=top_k, top_p=top_p)
+    sampling = Sampling(temperature, top_k, top_p)
+    function = compiled(name, length=LENGTH, slots=SLOTS, sampling=sampling)
     key = jax.random.key(seed)
     return np.asarray(function(parameters(CONFIGS[name]), jnp.asarray(PROMPTS), key))
 
@@ -74,7 +74,7 @@ def test_the_seed_decides_the_text():
 
 
 def test_a_longer_text_than_the_window():
-    function = compiled("transformer", length=20, slots=5, temperature=0.0)
+    function = compiled("transformer", length=20, slots=5, sampling=Sampling(0.0))
     params, key = parameters(CONFIGS["transformer"]), jax.random.key(0)
     found = np.asarray(function(params, jnp.asarray(PROMPTS), key))
     text = np.concatenate([PROMPTS, found], axis=1)
@@ -183,3 +183,59 @@ def test_no_bytes_can_steer_a_terminal():
         shown = as_text(tokens)
         assert all(c.isprintable() or c in "\n\t" for c in shown)
         shown.encode("utf-8")
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 40])
+def test_a_stream_is_the_text_that_generate_gives(length):
+    name = next(iter(CONFIGS))
+    model, params, key = build(CONFIGS[name]), parameters(CONFIGS[name]), jax.random.key(3)
+    fields = {"length": length, "slots": SLOTS, "sampling": Sampling(top_p=0.9)}
+    pieces = list(stream(model, params, jnp.asarray(PROMPTS), key, **fields))
+    assert all(piece.shape[1] <= 16 for piece in pieces)
+    whole = generate(model, params, jnp.asarray(PROMPTS), key, **fields)
+    np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 32, 40])
+def test_a_prompt_longer_than_the_cache_slides_through_it(length):
+    config = next(iter(CONFIGS.values()))
+    model, params = build(config), parameters(config)
+    prompt = jnp.asarray(text(2, length, seed=7))
+    cache = model.init_cache(2, SLOTS)
+    for column in range(length):
+        token = prompt[:, column : column + 1]
+        expected, cache = model.apply({"params": params}, token, cache, method="decode")
+    logits, after = prefill(model, params, prompt, SLOTS)
+    np.testing.assert_allclose(logits, expected[:, 0], atol=1e-4)
+    assert int(after.position) == length
+
+
+def test_an_empty_prompt_is_refused():
+    config = next(iter(CONFIGS.values()))
+    with pytest.raises(ValueError, match="prompt"):
+        prefill(build(config), parameters(config), jnp.zeros((1, 0), jnp.int32), SLOTS)
+
+
+def test_min_p_keeps_what_is_likely_enough():
+    logits = jnp.log(jnp.asarray([0.5, 0.26, 0.2, 0.04]))
+    kept = np.isfinite(filter_logits(logits, min_p=0.45))
+    np.testing.assert_array_equal(kept, [True, True, False, False])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": -1},
+        {"top_p": 1.5},
+        {"top_p": float("nan")},
+        {"min_p": -0.1},
+    ],
+    ids=str,
+)
+def test_a_setting_out_of_range_is_named(fields):
+    (name,) = fields
+    with pytest.raises(ValueError, match=f"^{name}="):
+        Sampling(**fields)

@@ -23,9 +23,9 @@ def get_config() -> ConfigDict:
     config.model.heads = 2
     config.model.hidden = 212
 
-    config.train.steps = 600
+    config.train.steps = 500
     config.train.batch_size = 32
     config.train.log_every = 20
-    config.train.eval_every = 300
-    config.train.checkpoint_every = 300
+    config.train.eval_every = 250
+    config.train.checkpoint_every = 250
     return config
