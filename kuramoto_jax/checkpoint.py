@@ -42,9 +42,11 @@ class Checkpoints:
     """The checkpoints of one run: the newest `keep` ones, and the best by validation."""
 
     def __init__(self, directory: Path, keep: int = 1, *, create: bool = True) -> None:
-        """Opens the checkpoints in a directory, made if missing and if `create` says so.
+        """Opens the checkpoints in a directory.
 
-        Opening and reading change nothing that is there: a run may be read while it is training.
+        The run that writes them opens them with `create`: the directory is made if missing, and
+        what an interrupted save left is removed. Without, nothing is changed, and a run may be read
+        while it is training.
         """
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_NewestAndBest(keep),
@@ -52,6 +54,7 @@ class Checkpoints:
             best_fn=_score,
             best_mode="min",
             create=create,
+            cleanup_tmp_directories=create,
         )
         self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
 
