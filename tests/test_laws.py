@@ -8,36 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from compiled import (
+    IMPLEMENTATIONS,
+    attention_weights,
+    bounded,
+    circular_mean,
+    every_implementation,
+    inputs,
+    kuramoto_coupling,
+    normalized_gate,
+    order_parameter,
+    phase_features,
+    phase_score,
+    tangent_update,
+)
 from scipy import optimize
 
 from kuramoto_jax import layer
-
-IMPLEMENTATIONS = ("reference", "xla")
-# Compiled whole, since compiling operation by operation takes most of the time.
-attention_weights = jax.jit(layer.attention_weights)
-circular_mean = jax.jit(layer.circular_mean)
-kuramoto_coupling = jax.jit(layer.kuramoto_coupling)
-normalized_gate = jax.jit(layer.normalized_gate)
-phase_features = jax.jit(layer.phase_features)
-phase_score = jax.jit(layer.phase_score)
-tangent_update = jax.jit(layer.tangent_update)
-bounded = jax.jit(layer.bounded, static_argnames="kind")
-order_parameter = jax.jit(layer.order_parameter, static_argnames="axis")
-
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-
-
-@pytest.fixture
-def x64():
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
-
-
-def inputs(tokens, width, seed=0):
-    """Random layer arguments, float64 under x64 and float32 otherwise."""
-    return tuple(jnp.asarray(a) for a in reference.random_inputs(tokens, width, seed))
 
 
 def random_weights(rows, cols, seed=0):

@@ -25,14 +25,6 @@ def close(actual, expected, tolerance=1.1e-7):
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
 
 
-@pytest.fixture
-def x64():
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
-
-
 def neighbours(x, reach=3):
     """The float32 numbers next to each of x, to both sides."""
     bits = np.float32(x).view(np.int32)

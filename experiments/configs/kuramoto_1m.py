@@ -7,8 +7,9 @@ baseline is transformer_1m.py (1,022,336), equal in data, batches, steps and sch
 
 Budget: 50,000 steps of 64 windows of 256 bytes, 819 million bytes or 9 passes over the training
 split. The paper's text at hand states sizes and results, 1.637 +- 0.010 validation bpc over seeds,
-and no recipe: every value below is this project's choice. Not yet run to the end here, where there
-is no accelerator; on two CPU cores a step takes about 3 seconds.
+and no recipe: every value below is this project's choice. Made for an accelerator, and not yet run
+to the end here, where there is none. Cut to 300 steps of 16 windows on the first 4.15 MB of enwik8
+(data.source=file, seed 0) it reaches 2.569 validation bpc.
 """
 
 from ml_collections import ConfigDict

@@ -6,8 +6,9 @@
 Everything that does not belong to the network is that of kuramoto_1m.py (1,019,153), but for the
 learning rate, which each model has its own best of.
 
-Budget: that of kuramoto_1m.py. The paper reports 1.616 +- 0.004 validation bpc over seeds. Not yet
-run to the end here, where there is no accelerator; on two CPU cores a step takes about 2 seconds.
+Budget: that of kuramoto_1m.py. The paper reports 1.616 +- 0.004 validation bpc over seeds. Made
+for an accelerator, and not yet run to the end here, where there is none. Cut to 300 steps of 16
+windows on the first 4.15 MB of enwik8 (data.source=file, seed 0) it reaches T300 validation bpc.
 """
 
 from ml_collections import ConfigDict
