@@ -9,7 +9,6 @@ same command again continues it. Example:
     python -m experiments.enwik8 --config=experiments/configs/quickstart.py --workdir=runs/quick
 """
 
-import io
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,8 +17,9 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from experiments.command import first_line, read_flags, run
 from kuramoto_jax.config import Config, ConfigError, completed, options, unknown_key
-from kuramoto_jax.data import DataError
+from kuramoto_jax.train import fit
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -48,64 +48,41 @@ def parse(argv: Sequence[str]) -> tuple[Config, Path]:
     try:
         argv = flags.FlagValues().read_flags_from_files(list(argv), force_gnu=True)
     except flags.Error as error:
-        raise ConfigError(_first_line(error)) from error
+        raise ConfigError(first_line(error)) from error
     for argument in argv:
         name = argument.lstrip("-").split("=", 1)[0]
         if argument.startswith("-") and name.startswith("config.") and name[7:] not in options():
             raise ConfigError(unknown_key(name[7:]))
-    file = _config_file(argv)
-    overrides = _without_config_file(argv)
-    values = flags.FlagValues()
-    program = ["experiments.enwik8", *overrides]
-    config_flags.DEFINE_config_dict(
-        "config", ConfigDict(_load(file)), flag_values=values, sys_argv=program
-    )
-    flags.DEFINE_string("workdir", None, "directory of the run", flag_values=values)
+    own = flags.FlagValues()
+    flags.DEFINE_string("config", None, "configuration file", flag_values=own)
+    flags.DEFINE_string("workdir", None, "directory of the run", flag_values=own)
     try:
-        rest = values(program)[1:]
-    except (flags.Error, ValueError, TypeError) as error:
-        raise ConfigError(_first_line(error)) from error
-    if rest:
-        raise ConfigError(f"argument {rest[0]!r}: not understood; options are --name=value")
+        overrides = own(["experiments.enwik8", *argv], known_only=True)
+    except flags.Error as error:
+        raise ConfigError(first_line(error)) from error
+    file = _existing(own.config)
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_dict(
+        "config", ConfigDict(_load(file)), flag_values=values, sys_argv=overrides
+    )
+    read_flags(values, overrides[1:])
     config = Config.from_mapping(values.config.to_dict())
-    return config, Path(values.workdir or Path("runs") / Path(file.split(":")[0]).stem)
+    return config, Path(own.workdir or Path("runs") / Path(file.split(":")[0]).stem)
 
 
-def _is_config_flag(argument: str) -> bool:
-    return argument.startswith("-") and argument.lstrip("-").partition("=")[0] == "config"
-
-
-def _config_file(argv: Sequence[str]) -> str:
-    """Returns the value of --config, which must name a file.
+def _existing(file: str | None) -> str:
+    """Returns the value of --config if it names a file.
 
     Raises:
       ConfigError: if it does not.
     """
-    value = ""
-    for index, argument in enumerate(argv):
-        if _is_config_flag(argument):
-            _, equals, given = argument.partition("=")
-            value = given if equals else "".join(argv[index + 1 : index + 2])
-    if not value:
+    if not file:
         raise ConfigError(f"--config=FILE: is required; shipped files are in {CONFIGS}")
-    path = Path(value.split(":")[0])
+    path = Path(file.split(":")[0])
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "there is no such file"
-        raise ConfigError(f"--config={value}: {what}; shipped files are in {CONFIGS}")
-    return value
-
-
-def _without_config_file(argv: Sequence[str]) -> list[str]:
-    """Returns the arguments without --config=FILE or --config FILE."""
-    kept, skip = [], False
-    for argument in argv:
-        if skip:
-            skip = False
-        elif _is_config_flag(argument):
-            skip = "=" not in argument
-        else:
-            kept.append(argument)
-    return kept
+        raise ConfigError(f"--config={file}: {what}; shipped files are in {CONFIGS}")
+    return file
 
 
 def _load(file: str) -> dict[str, Any]:
@@ -130,10 +107,6 @@ def _load(file: str) -> dict[str, Any]:
     return completed(config.to_dict() if isinstance(config, ConfigDict) else config)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
-
-
 def _last_line(error: BaseException) -> str:
     """Returns the end of a message, with the kind of error, as a traceback's last line has it."""
     kind, lines = type(error).__name__, str(error).strip().splitlines()
@@ -142,32 +115,13 @@ def _last_line(error: BaseException) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command and returns its exit code: 0 done or stopped, 2 bad input, 1 failed run."""
-    # A console that lacks a character of a sample shows it escaped.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    if any(argument in ("-h", "--help", "--helpfull") for argument in argv):
-        print(help_text())
-        return 0
-    try:
+    """Runs the command and returns its exit code (see `experiments.command.run`)."""
+
+    def action() -> None:
         config, workdir = parse(argv)
-        # Imported late: a fault in the flags is told before the libraries are loaded.
-        from kuramoto_jax.train import TrainError, fit
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
         fit(config, workdir, log=lambda line: print(line, flush=True))
-    except (ConfigError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (TrainError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+
+    return run(argv, help_text, action)
 
 
 if __name__ == "__main__":

@@ -43,9 +43,10 @@ def filter_logits(
         ordered = jnp.take_along_axis(logits, order, axis=-1)
         if top_k:
             ordered = ordered.at[..., top_k:].set(-jnp.inf)
-        probability = jax.nn.softmax(ordered, axis=-1)
-        kept = (jnp.cumsum(probability, axis=-1) - probability < top_p).at[..., 0].set(True)
-        ordered = jnp.where(kept, ordered, -jnp.inf)
+        if top_p < 1.0:
+            probability = jax.nn.softmax(ordered, axis=-1)
+            kept = (jnp.cumsum(probability, axis=-1) - probability < top_p).at[..., 0].set(True)
+            ordered = jnp.where(kept, ordered, -jnp.inf)
         logits = jnp.take_along_axis(ordered, jnp.argsort(order, axis=-1), axis=-1)
     if min_p > 0.0:
         floor = jnp.max(logits, axis=-1, keepdims=True) + math.log(min_p)
@@ -90,6 +91,7 @@ class Sampling:
         return jax.random.categorical(key, filtered, axis=-1).astype(jnp.int32)
 
 
+@functools.partial(jax.jit, static_argnames=("model", "slots"))
 def prefill(
     model: LanguageModel, params: Any, prompt: jax.Array, slots: int
 ) -> tuple[jax.Array, Cache]:
@@ -118,6 +120,9 @@ def prefill(
     return logits, cache
 
 
+@functools.partial(
+    jax.jit, static_argnames=("model", "length", "sampling"), donate_argnames="cache"
+)
 def extend(
     model: LanguageModel,
     params: Any,
@@ -175,7 +180,7 @@ def generate(
       prompt: [B, T], T at least 1.
       key: random key.
       length: bytes to draw.
-      slots: window of the decode cache; what lies further back is forgotten.
+      slots: window of the decode cache: in each layer a token attends to the last `slots` ones.
       sampling: how bytes are drawn.
 
     Returns:
@@ -200,21 +205,21 @@ def stream(
 
     The text is the one that `generate` gives.
     """
-    logits, cache = jax.jit(prefill, static_argnums=(0, 3))(model, params, prompt, slots)
-    draw = jax.jit(
-        functools.partial(extend, model, length=chunk, sampling=sampling), donate_argnums=(2,)
-    )
+    logits, cache = prefill(model, params, prompt, slots)
     for first in range(0, length, chunk):
-        tokens, logits, cache = draw(params, logits, cache, key)
+        tokens, logits, cache = extend(
+            model, params, logits, cache, key, length=chunk, sampling=sampling
+        )
         yield np.asarray(tokens, np.uint8)[:, : length - first]
 
 
-def as_text(tokens: np.ndarray) -> str:
-    """Returns bytes as text that is safe to show.
-
-    What is not valid UTF-8 and what is not printable is escaped, but for newlines and tabs.
-    """
-    text = np.asarray(tokens, np.uint8).tobytes().decode("utf-8", "backslashreplace")
+def printable(text: str) -> str:
+    """Returns a text with what is not printable escaped, save newlines and tabs."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )
+
+
+def as_text(tokens: np.ndarray) -> str:
+    """Returns bytes as text that is safe to show; what is not valid UTF-8 is escaped too."""
+    return printable(np.asarray(tokens, np.uint8).tobytes().decode("utf-8", "backslashreplace"))

@@ -1,15 +1,21 @@
 r"""Kuramoto attention as pure functions of one head, unbatched.
 
-A token's state is a vector of K angles. The layer (paper, section 2; steps numbered there) is
+A token's state is a vector of K angles. The layer (paper, section 2) takes these steps, to which
+docstrings refer by number:
 
     1  gates      g = softplus(W psi(theta)) / mean_j softplus(W psi(theta))
     2  score      s_tu = tau / sqrt(K) sum_j gq_tj gk_uj cos(theta_tj - theta_uj + omega_j (t - u))
     3  weights    A_t = softmax over the allowed u of s_tu
     4  resultant  G_tj = sum_u A_tu exp(i theta_uj)
     5  tangent    a_tj = Im(conj(exp(i theta_tj)) G_tj) = sum_u A_tu sin(theta_uj - theta_tj)
+    6  value gate v = W_v psi(theta) + b_v, of either sign
+    7  attention  theta <- theta + bound(v a)
+    8  feed-forward  theta <- theta + bound(SwiGLU(theta))
 
 where psi(theta) = (cos theta, sin theta). Step 5 is an exact Kuramoto coupling term with kernel A.
-Batch and heads come from `jax.vmap`; every function is jit-, grad- and vmap-safe.
+Steps 2 to 5 and the gate's normalisation and bound are here; the learned maps of steps 1, 6 and 8,
+which read all coordinates of a token and not one head's alone, are in `kuramoto_jax.modules`. Batch
+and heads come from `jax.vmap`; every function is jit-, grad- and vmap-safe.
 
 Steps 2 to 4 are ordinary scaled dot-product attention in 2K features, which is what the fast
 implementations use (`attention_features`): with q_t = tau gq_t psi(theta_t + omega t),
@@ -68,9 +74,9 @@ def normalized_gate(preactivation: jax.Array) -> jax.Array:
       preactivation: [..., K], any real numbers.
 
     Returns:
-      [..., K] in the type of `preactivation`: positive, with mean 1 over the last axis. Where every
-      softplus of a row underflows, the limit is taken: softplus(x) is exp(x) there, so the row is
-      the softmax of x times K.
+      [..., K] in the type of `preactivation`: positive (0 where the type underflows), with mean 1
+      over the last axis. Where every softplus of a row underflows, the limit is taken: softplus(x)
+      is exp(x) there, so the row is the softmax of x times K.
 
     Source: paper, section 2, step 1.
     """
@@ -184,7 +190,7 @@ def phase_score(
     theta_k: jax.Array,
     gate_q: jax.Array,
     gate_k: jax.Array,
-    tau: jax.Array,
+    tau: jax.typing.ArrayLike,
     omega: jax.Array,
     positions_q: jax.Array,
     positions_k: jax.Array,
@@ -213,7 +219,7 @@ def phase_score(
     lift_q = rotate_features(phase_features(theta_q), drift(omega, positions_q))
     lift_k = rotate_features(phase_features(theta_k), drift(omega, positions_k))
     dot_TU = kernels.dot(_gated(gate_q, lift_q), _gated(gate_k, lift_k), (1, 1))
-    return dot_TU * (tau.astype(dot_TU.dtype) / math.sqrt(theta_q.shape[-1]))
+    return dot_TU * (jnp.asarray(tau, dot_TU.dtype) / math.sqrt(theta_q.shape[-1]))
 
 
 def attention_weights(score: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -312,7 +318,7 @@ def _tanh_over_root(square: jax.Array) -> jax.Array:
 
 def bounded(
     increment: jax.Array,
-    radius: jax.Array,
+    radius: jax.typing.ArrayLike,
     kind: str = "coordinate",
 ) -> jax.Array:
     """Tanh bound on an angle increment, with a learned radius.
@@ -324,12 +330,13 @@ def bounded(
     towards the radius, each coordinate for itself or the increment as a whole.
 
     Args:
-      increment: [..., K] proposed increments.
-      radius: radii in radians, broadcast against `increment`.
+      increment: [..., K] proposed increments, below 1e18 in float32.
+      radius: radii in radians, broadcast against `increment`: the most that a coordinate moves
+        ("coordinate"), or that the increment's root mean square reaches for equal radii ("norm").
       kind: "coordinate" or "norm". The paper's text leaves open which; both are offered.
 
     Returns:
-      [..., K] bounded increments, finite in value and gradient everywhere.
+      [..., K] bounded increments, finite in value and gradient, at 0 too.
 
     Raises:
       ValueError: for another `kind`.
@@ -338,7 +345,7 @@ def bounded(
     """
     if kind not in BOUNDS:
         raise ValueError(f"kind={kind!r}: must be one of {', '.join(BOUNDS)}")
-    radius = jnp.broadcast_to(radius.astype(increment.dtype), increment.shape)
+    radius = jnp.broadcast_to(jnp.asarray(radius, increment.dtype), increment.shape)
     if kind == "coordinate":
         return radius * jnp.tanh(increment)
     mean_square = jnp.mean(jnp.square(increment), axis=-1, keepdims=True)
@@ -390,7 +397,7 @@ def attention_features(
     lift: jax.Array,
     gate_q: jax.Array,
     gate_k: jax.Array,
-    tau: jax.Array,
+    tau: jax.typing.ArrayLike,
     omega: jax.Array,
     positions: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -411,7 +418,7 @@ def attention_features(
       Three [T, 2K] arrays in the compute type. The attention they define has no further scale.
     """
     rotated = rotate_features(lift, drift(omega.astype(lift.dtype), positions))
-    scale = tau.astype(lift.dtype) / math.sqrt(gate_q.shape[-1])
+    scale = jnp.asarray(tau, lift.dtype) / math.sqrt(gate_q.shape[-1])
     query, key = _gated(gate_q, rotated, scale), _gated(gate_k, rotated)
     return query, key, lift.astype(query.dtype)
 
@@ -435,7 +442,7 @@ def coupling_from_lift(
     lift: jax.Array,
     gate_q: jax.Array,
     gate_k: jax.Array,
-    tau: jax.Array,
+    tau: jax.typing.ArrayLike,
     omega: jax.Array,
     *,
     positions: jax.Array | None = None,
@@ -460,7 +467,7 @@ def kuramoto_attention(
     theta: jax.Array,
     gate_q: jax.Array,
     gate_k: jax.Array,
-    tau: jax.Array,
+    tau: jax.typing.ArrayLike,
     omega: jax.Array,
     *,
     positions: jax.Array | None = None,

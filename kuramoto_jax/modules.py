@@ -98,7 +98,9 @@ class KuramotoAttention(nn.Module):
         value_gate_BHTK = readout("value_gate", value_bias).astype(theta_BTD.dtype)
 
         tau_H = self.param("tau", nn.initializers.constant(config.tau), (heads,))
-        rates_K = position_rates(config, width) * config.rate_scale * (config.rates == "rope")
+        rates_K = position_rates(config, width) * config.rate_scale
+        if config.rates == "zero":
+            rates_K = np.zeros(width)
         omega_HK = self.param(
             "omega", lambda key: jnp.asarray(np.tile(rates_K, (heads, 1)), jnp.float32)
         )

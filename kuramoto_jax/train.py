@@ -133,27 +133,24 @@ def make_train_steps(config: Config, mesh: Mesh) -> jax.stages.Wrapped:
         optimizer=optim.make_optimizer(config.optim, config.train.steps),
     )
 
-    def body(
-        index: jax.Array, carry: tuple[TrainState, dict], corpus_N: jax.Array
-    ) -> tuple[TrainState, dict]:
-        state, history = carry
-        windows = data.batch_at(
-            corpus_N,
-            config.seed,
-            state.step,
-            batch_size=config.train.batch_size,
-            window=config.data.window,
-        )
-        windows = jax.lax.with_sharding_constraint(windows, sharding.split_batch(mesh))
-        state, metrics = step_fn(state, windows)
-        return state, {name: history[name].at[index].set(metrics[name]) for name in history}
-
     def train_steps(
         state: TrainState, corpus_N: jax.Array, count: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
+        def body(index: jax.Array, carry: tuple[TrainState, dict]) -> tuple[TrainState, dict]:
+            state, history = carry
+            windows = data.batch_at(
+                corpus_N,
+                config.seed,
+                state.step,
+                batch_size=config.train.batch_size,
+                window=config.data.window,
+            )
+            windows = jax.lax.with_sharding_constraint(windows, sharding.split_batch(mesh))
+            state, metrics = step_fn(state, windows)
+            return state, {name: history[name].at[index].set(metrics[name]) for name in history}
+
         empty = jnp.full((most,), jnp.nan)
-        carry = (state, {"loss": empty, "grad_norm": empty})
-        return jax.lax.fori_loop(0, count, lambda i, c: body(i, c, corpus_N), carry)
+        return jax.lax.fori_loop(0, count, body, (state, {"loss": empty, "grad_norm": empty}))
 
     whole = sharding.replicated(mesh)
     return jax.jit(
@@ -240,7 +237,7 @@ class _StopRequest:
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 self._previous[number] = signal.signal(number, self._note)
-            except ValueError:  # not in the main thread, such as a notebook's: signals stay as is
+            except ValueError:  # not in the main thread, where signals stay as they are
                 return self
         return self
 
@@ -281,14 +278,16 @@ def _stored_config(workdir: Path) -> Config:
         raise ConfigError(f"workdir={workdir}: its config.json is damaged ({error})") from error
 
 
-def _check_workdir(
-    workdir: Path, config: Config, corpus: data.Corpus, log: Callable[[str], None]
-) -> None:
+def _check_workdir(workdir: Path, config: Config, corpus: data.Corpus) -> int:
     """Checks that a directory is new or holds this run; writes nothing.
+
+    Returns:
+      The newest stored step, 0 where there is none.
 
     Raises:
       ConfigError: if the directory holds another run, or something else.
     """
+    step = _newest_step(workdir)
     environment_path = workdir / "environment.json"
     if (workdir / "config.json").exists():
         stored = _stored_config(workdir)
@@ -305,10 +304,9 @@ def _check_workdir(
                     f"workdir={workdir}: the data has changed since the run began (sha256 "
                     f"{digest[:12]}..., now {corpus.sha256[:12]}...); choose another --workdir"
                 )
-        if stored.train.steps != config.train.steps:
-            log(
-                f"train.steps is {config.train.steps}, was {stored.train.steps}: from here "
-                "on the learning rate follows the schedule of the new length"
+        if step > config.train.steps:
+            raise ConfigError(
+                f"train.steps={config.train.steps}: the run in {workdir} is at step {step} already"
             )
     elif workdir.exists() and not workdir.is_dir():
         raise ConfigError(f"workdir={workdir}: is a file; choose a directory")
@@ -317,6 +315,7 @@ def _check_workdir(
             f"workdir={workdir}: is not empty and holds no run (no config.json); "
             "choose an empty or a new directory"
         )
+    return step
 
 
 def _claim_workdir(workdir: Path, config: Config, corpus: data.Corpus) -> None:
@@ -422,7 +421,7 @@ def fit(
             f"model.symbols={config.model.symbols}: the data holds byte {largest}; "
             f"use at least {largest + 1}, or 256 for any bytes"
         )
-    _check_workdir(workdir, config, corpus, log)
+    step = _check_workdir(workdir, config, corpus)
     summary_path = workdir / "summary.json"
     if summary_path.exists():
         summary = json.loads(summary_path.read_text())
@@ -433,24 +432,11 @@ def fit(
     model = build(config.model)
     state = init_state(config, mesh)
     params = param_count(state.params)
-    tokens_a_step = config.train.batch_size * window
-    log(
-        f"workdir {workdir}\n"
-        f"devices {mesh.size} x {jax.devices()[0].device_kind} ({jax.default_backend()})\n"
-        f"model   {config.model.name}, {params:,} parameters, {config.model.dtype}\n"
-        f"data    {corpus.description}: {corpus.train.size:,} / {corpus.validation.size:,} / "
-        f"{corpus.test.size:,} bytes to train / validate / test, sha256 {corpus.sha256[:12]}\n"
-        f"batch   {config.train.batch_size} windows of {window} bytes = {tokens_a_step:,} bytes "
-        f"a step, {config.train.batch_size // mesh.size} windows a device; {config.train.steps:,} "
-        f"steps = {config.train.steps * tokens_a_step / corpus.train.size:.2f} passes\n"
-        "bpc = bits per character, one character = one byte; scored bytes have 1 to "
-        f"{window} bytes of context"
-    )
-
-    step = _newest_step(workdir)
-    if step > config.train.steps:
-        raise ConfigError(
-            f"train.steps={config.train.steps}: the run in {workdir} is at step {step} already"
+    log(_describe(config, workdir, corpus, params, mesh))
+    if step and (before := _stored_config(workdir).train.steps) != config.train.steps:
+        log(
+            f"train.steps is {config.train.steps}, was {before}: from here on the learning rate "
+            "follows the schedule of the new length"
         )
     _claim_workdir(workdir, config, corpus)
     summary_path.unlink(missing_ok=True)
@@ -496,7 +482,10 @@ def fit(
                 seconds = time.perf_counter() - started
                 writer.write({"step": step, "val_bpc": val_bpc, "seconds": seconds})
                 log(f"step {step}: validation {val_bpc:.4f} bpc")
-                _sample(config, model, state.params, corpus, writer, log)
+                if config.train.sample_length:
+                    text = _sample(config, model, state.params, corpus.validation)
+                    writer.write_text(step, "sample", text)
+                    log("\n".join("  | " + line for line in text.split("\n")))
             checkpoints.save(
                 step,
                 state.params,
@@ -511,6 +500,7 @@ def fit(
 
         checkpoints.wait()
         best = _best_row(writer.rows, checkpoints.steps())
+        assert best is not None  # the last step is always validated
         best_params = checkpoints.restore_params(best["step"], state.params)
         test_bpc = evaluator(best_params, corpus.test)
         writer.write({"step": config.train.steps, "test_bpc": test_bpc, "best_step": best["step"]})
@@ -520,7 +510,7 @@ def fit(
             "test_bpc": test_bpc,
             "best_step": best["step"],
             "steps": config.train.steps,
-            "tokens": config.train.steps * tokens_a_step,
+            "tokens": config.train.steps * config.train.batch_size * window,
             "seconds": time.perf_counter() - started,
             "bigram_val_bpc": bigram_bpc(corpus.train, corpus.validation),
             "bigram_test_bpc": bigram_bpc(corpus.train, corpus.test),
@@ -532,6 +522,24 @@ def fit(
         f"test       {test_bpc:.4f} bpc (bigram model {summary['bigram_test_bpc']:.4f})"
     )
     return summary
+
+
+def _describe(config: Config, workdir: Path, corpus: data.Corpus, params: int, mesh: Mesh) -> str:
+    """Returns the lines that a run begins with."""
+    batch_size, window = config.train.batch_size, config.data.window
+    passes = config.train.steps * batch_size * window / corpus.train.size
+    return (
+        f"workdir {workdir}\n"
+        f"devices {mesh.size} x {jax.devices()[0].device_kind} ({jax.default_backend()})\n"
+        f"model   {config.model.name}, {params:,} parameters, {config.model.dtype}\n"
+        f"data    {corpus.description}: {corpus.train.size:,} / {corpus.validation.size:,} / "
+        f"{corpus.test.size:,} bytes to train / validate / test, sha256 {corpus.sha256[:12]}\n"
+        f"batch   {batch_size} windows of {window} bytes = {batch_size * window:,} bytes a step, "
+        f"{batch_size // mesh.size} windows a device; {config.train.steps:,} steps = "
+        f"{passes:.2f} passes\n"
+        "bpc = bits per character, one character = one byte; scored bytes have 1 to "
+        f"{window} bytes of context"
+    )
 
 
 def _newest_step(workdir: Path) -> int:
@@ -570,24 +578,15 @@ def _seconds_before(rows: list[dict[str, Any]]) -> float:
     return max((row["seconds"] for row in rows if "seconds" in row), default=0.0)
 
 
-def _best_row(rows: list[dict[str, Any]], stored: list[int]) -> dict[str, Any]:
-    """Returns the validation row with the lowest score among the stored steps."""
+def _best_row(rows: list[dict[str, Any]], stored: list[int]) -> dict[str, Any] | None:
+    """Returns the validation row with the lowest score among the stored steps, if there is one."""
     validated = [row for row in rows if "val_bpc" in row and row["step"] in stored]
-    return min(validated, key=lambda row: row["val_bpc"])
+    return min(validated, key=lambda row: row["val_bpc"], default=None)
 
 
-def _sample(
-    config: Config,
-    model: LanguageModel,
-    params: Any,
-    corpus: data.Corpus,
-    writer: MetricsWriter,
-    log: Callable[[str], None],
-) -> None:
-    """Shows a continuation of the first bytes of the validation text."""
-    if not config.train.sample_length:
-        return
-    prompt = corpus.validation[: min(64, config.data.window)]
+def _sample(config: Config, model: LanguageModel, params: Any, text: np.ndarray) -> str:
+    """Returns the first bytes of a text and their continuation by the model."""
+    prompt = text[: min(64, config.data.window)]
     tokens = generate(
         model,
         params,
@@ -597,10 +596,7 @@ def _sample(
         slots=config.data.window,
         sampling=Sampling(temperature=0.8),
     )
-    text = as_text(np.concatenate([prompt, np.asarray(tokens[0])]))
-    step = writer.rows[-1]["step"]
-    writer.write_text(step, "sample", text)
-    log("\n".join("  | " + line for line in text.split("\n")))
+    return as_text(np.concatenate([prompt, np.asarray(tokens[0])]))
 
 
 def load_run(workdir: str | Path) -> tuple[Config, LanguageModel, Any, int]:
@@ -630,7 +626,7 @@ def load_run(workdir: str | Path) -> tuple[Config, LanguageModel, Any, int]:
     with contextlib.closing(Checkpoints(directory, create=False)) as checkpoints:
         stored = checkpoints.steps()
         rows = read_rows(workdir / "metrics.jsonl")
-        validated = [row for row in rows if "val_bpc" in row and row["step"] in stored]
-        step = _best_row(validated, stored)["step"] if validated else stored[-1]
+        best = _best_row(rows, stored)
+        step = best["step"] if best else stored[-1]
         params = checkpoints.restore_params(step, shapes)
     return config, model, params, step

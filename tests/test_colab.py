@@ -16,9 +16,9 @@ def notebook(tmp_path):
     changes = {
         "STEPS = 500": "STEPS = 6",
         'WORKDIR = "runs/quickstart"': f"WORKDIR = {str(tmp_path / 'run')!r}",
-        "%pip install --quiet {SOURCE}": "",
-        "settings.train.steps = STEPS\n": (
-            "settings.train.steps = STEPS\n"
+        "%pip install --quiet {SOURCE} matplotlib": "",
+        "settings = quickstart.get_config()\n": (
+            "settings = quickstart.get_config()\n"
             "settings.data.split = (0.998, 0.001, 0.001)\n"
             "settings.model.layers = 1\n"
         ),

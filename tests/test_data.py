@@ -459,6 +459,8 @@ def test_refused_connection(server, cache, monkeypatch):
     assert files_of(cache) == {}
 
 
+# urllib leaves the socket of a request that timed out to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_silent_server(server, cache, monkeypatch):
     monkeypatch.setattr(data, "_TIMEOUT_SECONDS", 0.1)
     server.pause = 0.3

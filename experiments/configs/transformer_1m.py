@@ -8,7 +8,7 @@ learning rate, which each model has its own best of.
 
 Budget: that of kuramoto_1m.py. The paper reports 1.616 +- 0.004 validation bpc over seeds. Made
 for an accelerator, and not yet run to the end here, where there is none. Cut to 300 steps of 16
-windows on the first 4.15 MB of enwik8 (data.source=file, seed 0) it reaches T300 validation bpc.
+windows on the first 4.15 MB of enwik8 (data.source=file, seed 0) it reaches 2.889 validation bpc.
 """
 
 from ml_collections import ConfigDict

@@ -1,0 +1,148 @@
+"""The commands that read a finished run: sampling and scoring."""
+
+import base64
+import io
+import json
+import shutil
+import sys
+
+import jax
+import pytest
+
+from experiments import enwik8, evaluate, sample
+
+CONTENT = b"the cat sat on the mat. " * 200
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of a few steps on a short text; to be read only."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text").write_bytes(CONTENT)
+    flags = ["model.layers=1", "model.width=8", "model.heads=1", "model.hidden=8", "seed=1"]
+    flags += [
+        "data.source=file",
+        f"data.path={folder / 'text'}",
+        "data.window=16",
+        "data.split=(0.9, 0.05, 0.05)",
+    ]
+    flags += ["train.steps=4", "train.batch_size=8", "train.sample_length=0"]
+    config = f"--config={enwik8.CONFIGS / 'smoke.py'}"
+    overrides = [f"--config.{flag}" for flag in flags]
+    with jax.numpy_dtype_promotion("standard"):
+        assert enwik8.main([config, f"--workdir={folder / 'w'}", *overrides]) == 0
+    return folder / "w"
+
+
+class Stdin:
+    def __init__(self, content):
+        self.buffer = io.BytesIO(content)
+
+
+def sampled(run, capsysbinary, *flags):
+    assert sample.main([f"--workdir={run}", *flags]) == 0
+    return capsysbinary.readouterr().out
+
+
+def test_text_is_the_prompt_and_its_continuation(run, capsysbinary):
+    text = sampled(run, capsysbinary, "--prompt=the c", "--length=20", "--temperature=0")
+    assert text.startswith(b"the c")
+    assert sampled(run, capsysbinary, "--prompt=the c", "--length=20", "--temperature=0") == text
+
+
+def test_raw_bytes_are_those_of_the_json(run, capsysbinary):
+    flags = ("--prompt=a", "--length=40", "--temperature=2", "--seed=5")
+    raw = sampled(run, capsysbinary, *flags, "--raw")
+    row = json.loads(sampled(run, capsysbinary, *flags, "--json"))
+    assert len(raw) == 40
+    assert base64.b64decode(row["base64"]) == raw
+
+
+def test_seeds_and_samples_differ(run, capsysbinary):
+    flags = ("--prompt=a", "--length=40", "--json")
+    one, two = sampled(run, capsysbinary, *flags, "--samples=2").splitlines()
+    other = sampled(run, capsysbinary, *flags, "--seed=1")
+    assert len({json.loads(line)["base64"] for line in (one, two, other)}) == 3
+
+
+@pytest.mark.parametrize("prompt", [b"\x00\xff\xfe", b"", "é€".encode() * 40, b"\r\n\t"])
+def test_any_bytes_on_standard_input(run, capsysbinary, monkeypatch, prompt):
+    monkeypatch.setattr(sys, "stdin", Stdin(prompt))
+    row = json.loads(sampled(run, capsysbinary, "--length=3", "--json"))
+    assert len(base64.b64decode(row["base64"])) == 3
+
+
+def test_characters_of_several_bytes_stay_whole(run, capsysbinary):
+    text = sampled(run, capsysbinary, "--prompt=é€", "--length=40", "--temperature=2")
+    assert text.decode().startswith("é€")
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ([], "workdir"),
+        (["--workdir=RUN", "--temperature=-1"], "temperature"),
+        (["--workdir=RUN", "--temperature=nan"], "temperature"),
+        (["--workdir=RUN", "--top_p=1.5"], "top_p"),
+        (["--workdir=RUN", "--top_k=-1"], "top_k"),
+        (["--workdir=RUN", "--length=0"], "length"),
+        (["--workdir=RUN", "--length=x"], "length"),
+        (["--workdir=RUN", "--temprature=1"], "temprature"),
+        (["--workdir=RUN", "--json", "--raw"], "raw"),
+        (["--workdir=RUN", "word"], "word"),
+        (["--workdir=/nowhere/at/all"], "workdir"),
+    ],
+    ids=str,
+)
+def test_bad_flags_are_one_line(run, capsys, flags, word):
+    flags = [flag.replace("RUN", str(run)) for flag in flags]
+    assert sample.main(flags) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.count("\n") == 1
+    assert word in error
+
+
+def score(run, capsys, *flags):
+    """The score and the rest of the line that the command prints."""
+    assert evaluate.main([f"--workdir={run}", *flags]) == 0
+    words = capsys.readouterr().out.split()
+    return float(words[1]), " ".join(words)
+
+
+def test_stride_of_a_window_is_the_score_of_the_run(run, capsys):
+    summary = json.loads((run / "summary.json").read_text())
+    for split, key in (("validation", "val_bpc"), ("test", "test_bpc")):
+        for flags in ([], ["--stride=16"]):
+            bpc, _ = score(run, capsys, f"--split={split}", *flags)
+            assert bpc == pytest.approx(summary[key], abs=1e-4)
+
+
+def test_a_stride_states_its_context(run, capsys):
+    _, line = score(run, capsys, "--stride=4")
+    assert "239 bytes" in line
+    assert "at least 12 bytes of context" in line
+
+
+def test_data_that_has_changed_is_refused(run, capsys, tmp_path):
+    folder = tmp_path / "w"
+    shutil.copytree(run, folder)
+    environment = json.loads((folder / "environment.json").read_text())
+    environment["data"]["sha256"] = "0" * 64
+    (folder / "environment.json").write_text(json.dumps(environment))
+    assert evaluate.main([f"--workdir={folder}"]) == 2
+    assert "other data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--stride=17"], ["--stride=0"], ["--split=tst"]], ids=str)
+def test_bad_scoring_flags_are_one_line(run, capsys, flags):
+    assert evaluate.main([f"--workdir={run}", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert flags[0].split("=")[0].lstrip("-") in error
+
+
+@pytest.mark.parametrize("command", [sample, evaluate])
+def test_help_names_the_flags(command, capsys):
+    assert command.main(["--help"]) == 0
+    assert "--workdir" in capsys.readouterr().out
