@@ -55,19 +55,19 @@ def parse(argv: Sequence[str]) -> tuple[Config, Path]:
             raise ConfigError(unknown_key(name[7:]))
     own = flags.FlagValues()
     flags.DEFINE_string("config", None, "configuration file", flag_values=own)
-    flags.DEFINE_string("workdir", None, "directory of the run", flag_values=own)
     try:
         overrides = own(["experiments.enwik8", *argv], known_only=True)
     except flags.Error as error:
-        raise ConfigError(first_line(error)) from error
+        raise ConfigError(f"--config=FILE: is required ({first_line(error)})") from error
     file = _existing(own.config)
     values = flags.FlagValues()
+    flags.DEFINE_string("workdir", None, "directory of the run", flag_values=values)
     config_flags.DEFINE_config_dict(
         "config", ConfigDict(_load(file)), flag_values=values, sys_argv=overrides
     )
     read_flags(values, overrides[1:])
     config = Config.from_mapping(values.config.to_dict())
-    return config, Path(own.workdir or Path("runs") / Path(file.split(":")[0]).stem)
+    return config, Path(values.workdir or Path("runs") / Path(file.split(":")[0]).stem)
 
 
 def _existing(file: str | None) -> str:

@@ -1,6 +1,7 @@
 """Corpora, splits, the enwik8 download and the windows of training and evaluation."""
 
 import bz2
+import gc
 import gzip
 import hashlib
 import http.server
@@ -466,6 +467,7 @@ def test_silent_server(server, cache, monkeypatch):
     server.pause = 0.3
     assert "timed out" in failed_download(server)
     assert files_of(cache) == {}
+    gc.collect()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="files are not locked on Windows")

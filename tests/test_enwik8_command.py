@@ -55,7 +55,7 @@ def folder(tmp_path, monkeypatch):
 def no_training(monkeypatch):
     """Returns the list of configurations that would have been trained."""
     calls = []
-    monkeypatch.setattr(train, "fit", lambda config, *_, **__: calls.append(config))
+    monkeypatch.setattr(enwik8, "fit", lambda config, *_, **__: calls.append(config))
     return calls
 
 
@@ -114,7 +114,7 @@ def test_failed_run_has_its_own_exit_code(folder, capsys, monkeypatch):
     def fail(*_, **__):
         raise train.TrainError("step 3: loss nan")
 
-    monkeypatch.setattr(train, "fit", fail)
+    monkeypatch.setattr(enwik8, "fit", fail)
     assert "step 3" in refused(capsys, "--config=tiny.py", code=1)
 
 
