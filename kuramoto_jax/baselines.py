@@ -65,7 +65,7 @@ class TransformerBlock(nn.Module):
         query = rotary(query, angle) * jnp.asarray(1 / math.sqrt(head_width), query.dtype)
         key = rotary(key, angle)
         if cache is None:
-            output = causal_attention(query, key, value, config.implementation)
+            output = kernels.causal_attention(query, key, value, config.implementation)
         else:
             output, cache = caching.cached_attention(query, key, value, cache, position)
         output = output.transpose(0, 2, 1, 3).reshape(-1, length, width)
@@ -78,18 +78,6 @@ class TransformerBlock(nn.Module):
         )(y_BTD)
         update = dense(width, kernel_init=residual_init, name="down")(hidden)
         return x_BTD + update.astype(x_BTD.dtype), cache
-
-
-def causal_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, implementation: str
-) -> jax.Array:
-    """Causal softmax attention on [B, H, T, C]: "reference" is JAX's own, others the fast path."""
-    if kernels.resolve(implementation) == "reference":
-        heads_last = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
-        output = jax.nn.dot_product_attention(*heads_last, scale=1.0, is_causal=True)
-        return output.transpose(0, 2, 1, 3)
-    attention = functools.partial(kernels.attention, causal=True)
-    return jax.vmap(jax.vmap(attention))(query, key, value)
 
 
 class TransformerLM(nn.Module):

@@ -106,6 +106,25 @@ class ModelConfig(_Group):
         "attention implementation",
         choices=("auto", "reference", "xla"),
     )
+    gates: bool = option(True, "gate the scores; without, all coordinates count", model="kuramoto")
+    gate_normalization: bool = option(
+        True, "divide the gates of a head by their mean", model="kuramoto"
+    )
+    value_gate: bool = option(
+        True, "scale the coupling by a signed readout of the phases", model="kuramoto"
+    )
+    value_projection: bool = option(
+        False, "average a dense projection of the lift in place of the lift", model="kuramoto"
+    )
+    normalization: bool = option(
+        False, "RMS normalisation of what gates and feed-forward read", model="kuramoto"
+    )
+    drift: str = option(
+        "learned",
+        "phase drift omega t in the score: learned rates, the initial ones throughout, or none",
+        choices=("learned", "fixed", "none"),
+        model="kuramoto",
+    )
     rates: str = option(
         "rope",
         "initial omega: geometric RoPE rates, or none",
@@ -134,8 +153,8 @@ class ModelConfig(_Group):
     )
     bound: str = option(
         "norm",
-        "tanh bound on increments: of the whole increment, or of each coordinate",
-        choices=("norm", "coordinate"),
+        "tanh bound on increments: of the whole increment, of each coordinate, or none",
+        choices=("norm", "coordinate", "none"),
         model="kuramoto",
     )
     radius: float = option(
@@ -152,8 +171,8 @@ class ModelConfig(_Group):
     )
     feedforward: str = option(
         "raw",
-        "what SwiGLU reads: the raw angle, or its lift",
-        choices=("raw", "lift"),
+        "what SwiGLU reads: the raw angle, its lift, or no feed-forward at all",
+        choices=("raw", "lift", "none"),
         model="kuramoto",
     )
     feedforward_scale: float = option(
@@ -183,6 +202,11 @@ class ModelConfig(_Group):
             raise ConfigError(
                 f"model.width={self.width}: with model.heads={self.heads} a head has "
                 f"{self.width // self.heads} features; rotary position needs an even number"
+            )
+        if not (self.gates or self.gate_normalization):
+            raise ConfigError(
+                "model.gate_normalization=False: has no effect with model.gates=False; "
+                "leave out one of the two"
             )
         if self.phase_init == "ramp" and self.phase_spread_min > self.phase_spread:
             raise ConfigError(
@@ -242,6 +266,9 @@ class OptimConfig(_Group):
 
     learning_rate: float = option(1e-2, "peak learning rate of matrices", above=0.0)
     phase_rate: float = option(5.0, "phases learn this many times faster than matrices", at_least=0)
+    embedding_rate: float = option(
+        1.0, "embeddings that are not phases (the transformer's), likewise", at_least=0
+    )
     scalar_rate: float = option(
         3.0, "scalars and vectors (tau, omega, radii, scales, biases), likewise", at_least=0
     )
@@ -401,6 +428,9 @@ def parameter_budget(model: ModelConfig) -> dict[str, int]:
                    feed-forward L (3 D F + D), or L (5 D F + D) on the lift
                    embedding V D, readout V + 1 (+ V D untied)
       transformer  attention 4 L D^2, feed-forward 3 L D F, norms 2 L D + D, embedding V D
+
+    What an ablation leaves out is not counted; what it puts back is: a value projection has 4 D^2
+    in a layer, a norm one gain for each number it reads.
     """
     d, h, f, v, n = model.width, model.heads, model.hidden, model.symbols, model.layers
     if model.name == "transformer":
@@ -412,10 +442,17 @@ def parameter_budget(model: ModelConfig) -> dict[str, int]:
         }
     else:
         reads = 2 * d if model.feedforward == "lift" else d
+        readouts = 2 * model.gates + model.value_gate
+        radii = d if model.bound != "none" else 0
+        attention = readouts * (2 * d * d + d) + h + radii
+        attention += d if model.drift == "learned" else 0
+        attention += 4 * d * d if model.value_projection else 0
+        attention += 2 * d if model.normalization else 0
+        feedforward = 2 * reads * f + f * d + radii + (reads if model.normalization else 0)
         parts = {
             "embedding": v * d,
-            "attention": n * (3 * (2 * d * d + d) + h + 2 * d),
-            "feedforward": n * (2 * reads * f + f * d + d),
+            "attention": n * attention,
+            "feedforward": n * feedforward if model.feedforward != "none" else 0,
             "readout": v + 1 + (0 if model.tied_readout else v * d),
         }
     return parts | {"total": sum(parts.values())}

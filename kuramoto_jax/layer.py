@@ -173,11 +173,13 @@ def rotate_features(lift: jax.Array, angle: jax.Array) -> jax.Array:
     )
 
 
-def _gated(gate: jax.Array, lift: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+def _gated(gate: jax.Array | None, lift: jax.Array, scale: jax.Array | None = None) -> jax.Array:
     """Multiplies cosines and sines [T, 2K] by gates [T, K], in the compute type.
 
     That is the gates' type where it is a half type, else the lift's.
     """
+    if gate is None:
+        return lift if scale is None else lift * scale
     dtype = gate.dtype if gate.dtype.itemsize < 4 else lift.dtype
     gate = gate.astype(lift.dtype)
     if scale is not None:
@@ -185,13 +187,20 @@ def _gated(gate: jax.Array, lift: jax.Array, scale: jax.Array | None = None) -> 
     return (jnp.concatenate([gate, gate], axis=-1) * lift).astype(dtype)
 
 
+def _drifted(lift: jax.Array, omega: jax.Array | None, positions: jax.Array) -> jax.Array:
+    """Rotates a lift by the drift of its positions; without rates there is none."""
+    if omega is None:
+        return lift
+    return rotate_features(lift, drift(omega.astype(lift.dtype), positions))
+
+
 def phase_score(
     theta_q: jax.Array,
     theta_k: jax.Array,
-    gate_q: jax.Array,
-    gate_k: jax.Array,
+    gate_q: jax.Array | None,
+    gate_k: jax.Array | None,
     tau: jax.typing.ArrayLike,
-    omega: jax.Array,
+    omega: jax.Array | None,
     positions_q: jax.Array,
     positions_k: jax.Array,
 ) -> jax.Array:
@@ -202,10 +211,10 @@ def phase_score(
     Args:
       theta_q: [T, K] angles of the queries.
       theta_k: [U, K] angles of the keys.
-      gate_q: [T, K] positive gates of the queries; their type is the compute type.
-      gate_k: [U, K] positive gates of the keys.
+      gate_q: [T, K] positive gates of the queries; their type is the compute type. None: no gates.
+      gate_k: [U, K] positive gates of the keys, likewise.
       tau: [] inverse temperature.
-      omega: [K] rates in radians a position; zeros give the bare cosine kernel.
+      omega: [K] rates in radians a position; None (or zeros) gives the bare cosine kernel.
       positions_q: [T] positions of the queries.
       positions_k: [U] positions of the keys.
 
@@ -215,9 +224,8 @@ def phase_score(
     Source: paper, section 2, step 2 and Remark 1.
     """
     theta_q, theta_k = _wide(theta_q), _wide(theta_k)
-    omega = omega.astype(theta_q.dtype)
-    lift_q = rotate_features(phase_features(theta_q), drift(omega, positions_q))
-    lift_k = rotate_features(phase_features(theta_k), drift(omega, positions_k))
+    lift_q = _drifted(phase_features(theta_q), omega, positions_q)
+    lift_k = _drifted(phase_features(theta_k), omega, positions_k)
     dot_TU = kernels.dot(_gated(gate_q, lift_q), _gated(gate_k, lift_k), (1, 1))
     return dot_TU * (jnp.asarray(tau, dot_TU.dtype) / math.sqrt(theta_q.shape[-1]))
 
@@ -395,10 +403,10 @@ def mask_array(mask: Mask, queries: int, keys: int) -> jax.Array | None:
 
 def attention_features(
     lift: jax.Array,
-    gate_q: jax.Array,
-    gate_k: jax.Array,
+    gate_q: jax.Array | None,
+    gate_k: jax.Array | None,
     tau: jax.typing.ArrayLike,
-    omega: jax.Array,
+    omega: jax.Array | None,
     positions: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Query, key and value features whose dot-product attention is steps 2 to 4.
@@ -408,17 +416,17 @@ def attention_features(
 
     Args:
       lift: [T, 2K] psi(theta), as `phase_features` gives it.
-      gate_q: [T, K] gates of the queries; their type is the compute type.
-      gate_k: [T, K] gates of the keys.
+      gate_q: [T, K] gates of the queries; their type is the compute type. None: no gates.
+      gate_k: [T, K] gates of the keys, likewise.
       tau: [] inverse temperature.
-      omega: [K] rates in radians a position.
+      omega: [K] rates in radians a position; None: no drift.
       positions: [T] positions.
 
     Returns:
       Three [T, 2K] arrays in the compute type. The attention they define has no further scale.
     """
-    rotated = rotate_features(lift, drift(omega.astype(lift.dtype), positions))
-    scale = jnp.asarray(tau, lift.dtype) / math.sqrt(gate_q.shape[-1])
+    rotated = _drifted(lift, omega, positions)
+    scale = jnp.asarray(tau, lift.dtype) / math.sqrt(lift.shape[-1] // 2)
     query, key = _gated(gate_q, rotated, scale), _gated(gate_k, rotated)
     return query, key, lift.astype(query.dtype)
 
@@ -438,37 +446,12 @@ def tangent_from_lift(lift: jax.Array, resultant: jax.Array) -> jax.Array:
     return cos * imag - sin * real
 
 
-def coupling_from_lift(
-    lift: jax.Array,
-    gate_q: jax.Array,
-    gate_k: jax.Array,
-    tau: jax.typing.ArrayLike,
-    omega: jax.Array,
-    *,
-    positions: jax.Array | None = None,
-    mask: Mask = "causal",
-) -> jax.Array:
-    """`kuramoto_attention` of phases given as their lift [T, 2K], through the fast kernels.
-
-    For callers that need the lift themselves: the cosines are taken once. Returns [T, K].
-    """
-    length = lift.shape[0]
-    if positions is None:
-        positions = jnp.arange(length, dtype=jnp.int32)
-    causal = isinstance(mask, str) and mask == "causal"
-    query, key, value = attention_features(lift, gate_q, gate_k, tau, omega, positions)
-    resultant = kernels.attention(
-        query, key, value, None if causal else mask_array(mask, length, length), causal=causal
-    )
-    return tangent_from_lift(lift, resultant)
-
-
 def kuramoto_attention(
     theta: jax.Array,
-    gate_q: jax.Array,
-    gate_k: jax.Array,
+    gate_q: jax.Array | None,
+    gate_k: jax.Array | None,
     tau: jax.typing.ArrayLike,
-    omega: jax.Array,
+    omega: jax.Array | None,
     *,
     positions: jax.Array | None = None,
     mask: Mask = "causal",
@@ -480,10 +463,10 @@ def kuramoto_attention(
 
     Args:
       theta: [T, K] angles of one head.
-      gate_q: [T, K] positive gates of the queries; their type is the compute type.
-      gate_k: [T, K] positive gates of the keys.
+      gate_q: [T, K] positive gates of the queries; their type is the compute type. None: no gates.
+      gate_k: [T, K] positive gates of the keys, likewise.
       tau: [] inverse temperature.
-      omega: [K] rates in radians a position.
+      omega: [K] rates in radians a position; None: no drift.
       positions: [T] integer positions; 0, 1, ... T - 1 where absent.
       mask: "causal" (a token attends to itself and to earlier ones), "full", or a boolean [T, T]
         array, True = may attend. A token with nothing to attend to feels no coupling.
@@ -499,12 +482,17 @@ def kuramoto_attention(
 
     Source: paper, section 2, steps 2 to 5.
     """
-    if kernels.resolve(implementation) == "xla":
-        lift = phase_features(_wide(theta))
-        return coupling_from_lift(lift, gate_q, gate_k, tau, omega, positions=positions, mask=mask)
     length = theta.shape[0]
     if positions is None:
         positions = jnp.arange(length, dtype=jnp.int32)
-    score = phase_score(theta, theta, gate_q, gate_k, tau, omega, positions, positions)
-    weights = attention_weights(score, mask_array(mask, length, length))
-    return tangent_update(theta, circular_mean(weights, theta))
+    if kernels.resolve(implementation) == "reference":
+        score = phase_score(theta, theta, gate_q, gate_k, tau, omega, positions, positions)
+        weights = attention_weights(score, mask_array(mask, length, length))
+        return tangent_update(theta, circular_mean(weights, theta))
+    causal = isinstance(mask, str) and mask == "causal"
+    lift = phase_features(_wide(theta))
+    query, key, value = attention_features(lift, gate_q, gate_k, tau, omega, positions)
+    resultant = kernels.attention(
+        query, key, value, None if causal else mask_array(mask, length, length), causal=causal
+    )
+    return tangent_from_lift(lift, resultant)

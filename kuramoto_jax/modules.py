@@ -6,6 +6,7 @@ heads. Attention runs head-major, on [B, H, T, K].
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -60,7 +61,9 @@ class KuramotoAttention(nn.Module):
     """Steps 1 to 6 of the layer: gates, coupling, and the signed value gate that scales it.
 
     The gates read the lift of all D coordinates of a token and are normalised within each head;
-    tau is a scalar a head and omega a rate a coordinate.
+    tau is a scalar a head and omega a rate a coordinate. Ablations leave out a part with its
+    parameters, or put back what the layer does without: a dense value projection, whose output
+    takes the place of the lift as the value, and RMS normalisation of what the gates read.
     """
 
     config: ModelConfig
@@ -73,55 +76,75 @@ class KuramotoAttention(nn.Module):
         config = self.config
         heads, width = config.heads, config.head_width
         theta_BTHK = theta_BTD.reshape(*theta_BTD.shape[:2], heads, width)
-        theta_BHTK = theta_BTHK.transpose(0, 2, 1, 3)
-        lift_BHTC = layer.phase_features(theta_BHTK)
-        lift_BTHC = lift_BHTC.transpose(0, 2, 1, 3).astype(config.dtype)
+        lift_BHTC = layer.phase_features(theta_BTHK.transpose(0, 2, 1, 3))
+        inputs_BTHC = lift_BHTC.transpose(0, 2, 1, 3).astype(config.dtype)
+        if config.normalization:
+            inputs_BTHC = nn.RMSNorm(
+                reduction_axes=(-2, -1), feature_axes=(-2, -1), dtype=config.dtype, name="norm"
+            )(inputs_BTHC)
 
-        def readout(name: str, bias: np.ndarray) -> jax.Array:
+        def readout(name: str, features: int, **arguments: Any) -> jax.Array:
+            """A linear map of a token's inputs to `features` for each head, [B, H, T, features]."""
             dense = nn.DenseGeneral(
-                (heads, width),
-                axis=(-2, -1),
-                dtype=config.dtype,
-                bias_init=lambda key, shape, dtype: jnp.asarray(bias.reshape(shape), dtype),
-                name=name,
+                (heads, features), axis=(-2, -1), dtype=config.dtype, name=name, **arguments
             )
-            return dense(lift_BTHC).transpose(0, 2, 1, 3)
+            return dense(inputs_BTHC).transpose(0, 2, 1, 3)
 
-        none = np.zeros((heads, width))
-        gate_q_BHTK = layer.normalized_gate(readout("gate_q", none))
-        gate_k_BHTK = layer.normalized_gate(readout("gate_k", none))
-        value_bias = {
-            "ones": np.ones((heads, width)),
-            "alternating": np.tile(1.0 - np.arange(width) % 2, (heads, 1)),
-            "zeros": none,
-        }[config.value_bias]
-        value_gate_BHTK = readout("value_gate", value_bias).astype(theta_BTD.dtype)
-
+        gate_q_BHTK = gate_k_BHTK = None
+        if config.gates:
+            rho = layer.normalized_gate if config.gate_normalization else nn.softplus
+            gate_q_BHTK = rho(readout("gate_q", width))
+            gate_k_BHTK = rho(readout("gate_k", width))
+            self.sow("intermediates", "gates", (gate_q_BHTK, gate_k_BHTK))
         tau_H = self.param("tau", nn.initializers.constant(config.tau), (heads,))
-        rates_K = position_rates(config, width) * config.rate_scale
-        if config.rates == "zero":
-            rates_K = np.zeros(width)
-        omega_HK = self.param(
-            "omega", lambda key: jnp.asarray(np.tile(rates_K, (heads, 1)), jnp.float32)
-        )
+        query, key, value = _over_batch_and_heads(
+            functools.partial(
+                layer.attention_features,
+                positions=caching.chunk_positions(position, theta_BTD.shape[1]),
+            )
+        )(lift_BHTC, gate_q_BHTK, gate_k_BHTK, tau_H, self._rates())
+        query, key, value = (x.astype(config.dtype) for x in (query, key, value))
+        if config.value_projection:
+            value = readout("value", 2 * width, use_bias=False)
+        self.sow("intermediates", "features", (query, key, value))
 
-        arrays = (lift_BHTC, gate_q_BHTK, gate_k_BHTK, tau_H, omega_HK)
-        if cache is not None:
-            positions_T = caching.chunk_positions(position, theta_BTD.shape[1])
-            query, key, value = _over_batch_and_heads(
-                lambda lift, gate_q, gate_k, tau, omega: layer.attention_features(
-                    lift, gate_q, gate_k, tau, omega, positions_T
-                )
-            )(*arrays)
-            resultant_BHTC, cache = caching.cached_attention(query, key, value, cache, position)
-            coupling_BHTK = layer.tangent_from_lift(lift_BHTC, resultant_BHTC)
-        elif kernels.resolve(config.implementation) == "reference":
-            attention = functools.partial(layer.kuramoto_attention, implementation="reference")
-            coupling_BHTK = _over_batch_and_heads(attention)(theta_BHTK, *arrays[1:])
+        if cache is None:
+            resultant_BHTC = kernels.causal_attention(query, key, value, config.implementation)
         else:
-            coupling_BHTK = _over_batch_and_heads(layer.coupling_from_lift)(*arrays)
-        increment_BHTK = value_gate_BHTK * coupling_BHTK
+            resultant_BHTC, cache = caching.cached_attention(query, key, value, cache, position)
+        increment_BHTK = layer.tangent_from_lift(lift_BHTC, resultant_BHTC)
+        if config.value_gate:
+            value_gate_BHTK = readout("value_gate", width, bias_init=_value_bias(config))
+            self.sow("intermediates", "value_gates", value_gate_BHTK)
+            increment_BHTK = value_gate_BHTK.astype(increment_BHTK.dtype) * increment_BHTK
         return increment_BHTK.transpose(0, 2, 1, 3).reshape(theta_BTD.shape), cache
+
+    def _rates(self) -> jax.Array | None:
+        """Returns omega [H, K]: learned, fixed, or None where phases do not drift."""
+        config = self.config
+        if config.drift == "none":
+            return None
+        rates_K = position_rates(config, config.head_width) * config.rate_scale
+        if config.rates == "zero":
+            rates_K = np.zeros(config.head_width)
+        rates_HK = jnp.asarray(np.tile(rates_K, (config.heads, 1)), jnp.float32)
+        if config.drift == "learned":
+            rates_HK = self.param("omega", lambda key: rates_HK)
+        self.sow("intermediates", "rates", rates_HK)
+        return rates_HK
+
+
+def _value_bias(config: ModelConfig) -> Callable:
+    """Returns the initialiser of the value gate's bias [H, K]."""
+    bias_K = {
+        "ones": np.ones(config.head_width),
+        "alternating": 1.0 - np.arange(config.head_width) % 2,
+        "zeros": np.zeros(config.head_width),
+    }[config.value_bias]
+    # DenseGeneral initialises a flat array and gives it its shape afterwards.
+    return lambda key, shape, dtype: jnp.asarray(np.tile(bias_K, config.heads), dtype).reshape(
+        shape
+    )
 
 
 def _over_batch_and_heads(function: Callable) -> Callable:
@@ -134,7 +157,7 @@ class PhaseSwiGLU(nn.Module):
     """SwiGLU on a token's own phases: W_out (silu(W_gate x) * W_up x) (paper, section 2, step 8).
 
     x is the raw angle, which depends on the representative theta or theta + 2 pi, or the lift
-    psi(theta), which does not.
+    psi(theta), which does not; an ablation normalises it by its root mean square.
     """
 
     config: ModelConfig
@@ -143,10 +166,11 @@ class PhaseSwiGLU(nn.Module):
     def __call__(self, theta_BTD: jax.Array) -> jax.Array:
         """Returns the increment [B, T, D] before the bound."""
         config = self.config
+        inputs = theta_BTD
         if config.feedforward == "lift":
             inputs = layer.phase_features(theta_BTD).astype(config.dtype)
-        else:
-            inputs = theta_BTD
+        if config.normalization:
+            inputs = nn.RMSNorm(name="norm")(inputs)
         shape = (inputs.shape[-1], config.hidden)
         lecun = nn.initializers.lecun_normal()
         gate = _angle_product(inputs, self.param("gate", lecun, shape), config.dtype)
@@ -200,12 +224,19 @@ class KuramotoBlock(nn.Module):
         self, theta_BTD: jax.Array, cache: LayerCache | None = None, position: jax.Array | int = 0
     ) -> tuple[jax.Array, LayerCache | None]:
         """Returns the moved phases [B, T, D] and the extended cache."""
-        increment_BTD, cache = KuramotoAttention(self.config, name="attention")(
+        config = self.config
+        increment_BTD, cache = KuramotoAttention(config, name="attention")(
             theta_BTD, cache, position
         )
-        theta_BTD = theta_BTD + TanhBound(self.config, name="attention_bound")(increment_BTD)
-        increment_BTD = PhaseSwiGLU(self.config, name="feedforward")(theta_BTD)
-        theta_BTD = theta_BTD + TanhBound(self.config, name="feedforward_bound")(increment_BTD)
+        if config.bound != "none":
+            increment_BTD = TanhBound(config, name="attention_bound")(increment_BTD)
+        theta_BTD = theta_BTD + increment_BTD
+        self.sow("intermediates", "after_attention", theta_BTD)
+        if config.feedforward != "none":
+            increment_BTD = PhaseSwiGLU(config, name="feedforward")(theta_BTD)
+            if config.bound != "none":
+                increment_BTD = TanhBound(config, name="feedforward_bound")(increment_BTD)
+            theta_BTD = theta_BTD + increment_BTD
         return theta_BTD, cache
 
 

@@ -63,7 +63,7 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
     """Returns the chain: clip by global norm, Adam, decoupled decay, rate by group, schedule."""
     rates = {
         "phase": config.phase_rate,
-        "embedding": 1.0,
+        "embedding": config.embedding_rate,
         "scalar": config.scalar_rate,
         "matrix": 1.0,
     }

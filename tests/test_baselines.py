@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import reference
 
-from kuramoto_jax.baselines import TransformerBlock, bigram_bpc, build, causal_attention, rotary
+from kuramoto_jax.baselines import TransformerBlock, bigram_bpc, build, rotary
 from kuramoto_jax.config import ModelConfig
 from kuramoto_jax.modules import position_rates
 
@@ -134,16 +134,6 @@ def test_products_of_rotated_features_know_position_differences_alone():
 
     assert score(7.0, 3.0) == pytest.approx(score(104.0, 100.0), abs=2e-5)
     assert abs(score(7.0, 3.0) - score(7.0, 4.0)) > 0.01
-
-
-@pytest.mark.parametrize("implementation", ["auto", "xla", "reference"])
-def test_causal_attention(implementation):
-    query, key, value = (normal(2, 2, 7, 4, seed=s) for s in range(3))
-    output = jax.jit(causal_attention, static_argnums=3)(query, key, value, implementation)
-    for b, h in np.ndindex(2, 2):
-        score = np.asarray(query[b, h] @ key[b, h].T)
-        weights = reference.attention_weights(score, np.tri(7, dtype=bool))
-        close(output[b, h], weights @ np.asarray(value[b, h]))
 
 
 # Bigrams

@@ -303,6 +303,11 @@ def test_split_is_summed_with_tolerance():
     assert DataConfig(split=(0.7, 0.2, 0.1)).split == (0.7, 0.2, 0.1)  # sums to 0.99999...
 
 
+def test_gates_that_are_not_there_cannot_go_without_normalisation():
+    message = error_of({"model": {"gates": False, "gate_normalization": False}})
+    assert message.startswith("model.gate_normalization=False: has no effect")
+
+
 def test_source_and_path_must_agree():
     assert error_of({"data": {"source": "file"}}).startswith("data.path=''")
     assert error_of({"data": {"path": "x"}}).startswith("data.path='x'")
@@ -343,6 +348,11 @@ def count(model):
         {"layers": 1, "width": 6, "heads": 3, "hidden": 5, "symbols": 7},
         {"layers": 3, "width": 8, "heads": 1, "hidden": 12, "feedforward": "lift"},
         {"layers": 2, "width": 8, "heads": 2, "hidden": 12, "tied_readout": False},
+        {"width": 8, "heads": 2, "gates": False, "drift": "none"},
+        {"width": 8, "heads": 2, "value_gate": False, "drift": "fixed", "bound": "none"},
+        {"width": 8, "heads": 2, "value_projection": True, "feedforward": "none"},
+        {"width": 8, "heads": 2, "normalization": True, "hidden": 5},
+        {"width": 8, "heads": 2, "normalization": True, "feedforward": "lift"},
         {"width": 8, "heads": 8, "bound": "coordinate", "rates": "zero", "dtype": "bfloat16"},
         {"name": "transformer"},
         {"name": "transformer", "layers": 5, "hidden": 344},
@@ -358,7 +368,7 @@ def test_budget_is_the_true_count(fields):
         "embedding": r"^embed/",
         "attention": r"^blocks/(attention|query|key|value|output)(/|_bound)",
         "feedforward": r"^blocks/(feedforward|gate|up|down)(/|_bound)",
-        "norms": r"norm",
+        "norms": r"^(blocks/)?(attention_|feedforward_)?norm/",
         "readout": r"^readout/",
     }
     for part in budget.keys() - {"total"}:

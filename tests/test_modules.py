@@ -69,39 +69,69 @@ def float64(tree):
 # The modules in NumPy
 
 
-def attention_in_numpy(params, theta, mask="causal"):
+def attention_in_numpy(config, params, theta, mask="causal"):
     """Steps 1 to 6 of one sequence [T, D]: the increment before the bound."""
     params, theta = float64(params), np.asarray(theta, np.float64)
-    heads, width = params["omega"].shape
+    heads, width = config.heads, config.head_width
     split = theta.reshape(len(theta), heads, width)
     lift = np.stack([reference.phase_features(split[:, h]) for h in range(heads)], axis=1)
+    inputs = lift
+    if config.normalization:
+        flat = reference.rms_norm(lift.reshape(len(theta), -1), params["norm"]["scale"].ravel())
+        inputs = flat.reshape(lift.shape)
 
     def read(name):
-        kernel, bias = params[name]["kernel"], params[name]["bias"]
-        return np.einsum("thc,hcij->tij", lift, kernel) + bias
+        bias = params[name].get("bias", 0.0)
+        return np.einsum("thc,hcij->tij", inputs, params[name]["kernel"]) + bias
 
-    gate_q, gate_k = (reference.normalized_gate(read(name)) for name in ("gate_q", "gate_k"))
-    value_gate = read("value_gate")
+    gate_q = gate_k = np.ones(split.shape)
+    if config.gates:
+        rho = reference.normalized_gate if config.gate_normalization else softplus
+        gate_q, gate_k = rho(read("gate_q")), rho(read("gate_k"))
+    omega = {
+        "learned": params.get("omega"),
+        "fixed": np.tile(10000.0 ** -(np.arange(width) / width), (heads, 1)),
+        "none": np.zeros((heads, width)),
+    }[config.drift]
+    value = read("value") if config.value_projection else lift
+    value_gate = read("value_gate") if config.value_gate else np.ones(split.shape)
     out = np.zeros(split.shape)
+    positions = range(len(theta))
     for h in range(heads):
-        tau, omega = params["tau"][h], params["omega"][h]
-        coupling = reference.kuramoto_attention(
-            split[:, h], gate_q[:, h], gate_k[:, h], tau, omega, mask=mask
-        )
-        out[:, h] = value_gate[:, h] * coupling
+        score = reference.phase_score(
+            split[:, h], split[:, h], gate_q[:, h], gate_k[:, h], params["tau"][h], omega[h],
+            positions, positions,
+        )  # fmt: skip
+        allowed = reference.allowed(mask, len(theta))
+        averaged = reference.attention_weights(score, allowed) @ value[:, h]
+        resultant = averaged[:, :width] + 1j * averaged[:, width:]
+        out[:, h] = value_gate[:, h] * reference.tangent_update(split[:, h], resultant)
     return out.reshape(theta.shape)
+
+
+def softplus(x):
+    return np.logaddexp(0.0, x)
 
 
 def block_in_numpy(config, params, theta, mask="causal"):
     """One layer of one sequence [T, D], steps 1 to 8."""
     params, theta = float64(params), np.asarray(theta, np.float64)
-    increment = attention_in_numpy(params["attention"], theta, mask)
-    theta = theta + reference.bounded(increment, params["attention_bound"]["radius"], config.bound)
+
+    def bounded(increment, part):
+        if config.bound == "none":
+            return increment
+        return reference.bounded(increment, params[part]["radius"], config.bound)
+
+    increment = attention_in_numpy(config, params["attention"], theta, mask)
+    theta = theta + bounded(increment, "attention_bound")
+    if config.feedforward == "none":
+        return theta
     weights = params["feedforward"]
     inputs = reference.phase_features(theta) if config.feedforward == "lift" else theta
+    if config.normalization:
+        inputs = reference.rms_norm(inputs, weights["norm"]["scale"])
     increment = reference.swiglu(inputs, weights["gate"], weights["up"], weights["out"]["kernel"])
-    radius = params["feedforward_bound"]["radius"]
-    return theta + reference.bounded(increment, radius, config.bound)
+    return theta + bounded(increment, "feedforward_bound")
 
 
 def readout_in_numpy(params, theta, table):
@@ -119,12 +149,60 @@ def readout_in_numpy(params, theta, table):
 # Attention and block
 
 
+# Each leaves out a part, or puts one back, with the parameters that come and go with it.
+ABLATIONS = {
+    "gates": ({"gates": False}, {"attention/gate_q", "attention/gate_k"}),
+    "gate normalisation": ({"gate_normalization": False}, set()),
+    "value gate": ({"value_gate": False}, {"attention/value_gate"}),
+    "drift": ({"drift": "none"}, {"attention/omega"}),
+    "learned rates": ({"drift": "fixed"}, {"attention/omega"}),
+    "bound": ({"bound": "none"}, {"attention_bound", "feedforward_bound"}),
+    "bound of the norm": ({"bound": "coordinate"}, set()),
+    "feed-forward": ({"feedforward": "none"}, {"feedforward", "feedforward_bound"}),
+    "value projection": ({"value_projection": True}, {"attention/value"}),
+    "normalisation": ({"normalization": True}, {"attention/norm", "feedforward/norm"}),
+}
+ablations = pytest.mark.parametrize(("fields", "names"), ABLATIONS.values(), ids=ABLATIONS)
+
+
+def parts(params):
+    """Names of a block's parts, those of the attention and the feed-forward one by one."""
+    found = set(params) - {"attention"}
+    for name in ("attention", "feedforward"):
+        found |= {f"{name}/{part}" for part in params.get(name, ())}
+    return found
+
+
+@ablations
+def test_an_ablation_takes_its_parameters_along(fields, names):
+    def of(config):
+        shapes = jax.eval_shape(KuramotoBlock(config).init, jax.random.key(0), phases())
+        return parts(shapes["params"])
+
+    differing = of(SMALL) ^ of(config_of(**fields))
+    assert names <= differing
+    assert all(any(name.startswith(removed) for removed in names) for name in differing)
+
+
+@ablations
+def test_an_ablation_changes_the_computation(fields, names):
+    full, ablated = (KuramotoBlock(config) for config in (SMALL, config_of(**fields)))
+    params = randomized(full, phases())
+    for part, values in randomized(ablated, phases()).items():
+        params[part] = values | params.get(part, {})
+    # Each block takes of the parameters what it has.
+    after, other = (apply(block, params, phases())[0] for block in (full, ablated))
+    assert np.abs(after - other).max() > 1e-2
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {},
         {"implementation": "reference"},
         {"width": 4, "heads": 4},
+        {"value_projection": True, "implementation": "reference"},
+        *(fields for fields, _ in ABLATIONS.values() if "bound" not in fields),
     ],
     ids=str,
 )
@@ -136,16 +214,33 @@ def test_attention(fields):
     assert cache is None
     assert increment.dtype == jnp.float32
     for row, theta_row in zip(increment, theta, strict=True):
-        close(row, attention_in_numpy(params, theta_row))
+        close(row, attention_in_numpy(config, params, theta_row))
 
 
-@pytest.mark.parametrize(("bound", "feedforward"), [("norm", "raw"), ("coordinate", "lift")])
-def test_block(bound, feedforward):
-    config, theta = config_of(bound=bound, feedforward=feedforward), phases()
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"bound": "coordinate", "feedforward": "lift"},
+        {"bound": "none"},
+        {"feedforward": "none"},
+        {"normalization": True},
+        {"normalization": True, "feedforward": "lift"},
+    ],
+    ids=str,
+)
+def test_block(fields):
+    config, theta = config_of(**fields), phases()
     params = randomized(KuramotoBlock(config), theta)
     after, _ = apply(KuramotoBlock(config), params, theta)
     for row, theta_row in zip(after, theta, strict=True):
         close(row, block_in_numpy(config, params, theta_row), 2e-5)
+
+
+def test_normalisation_ignores_the_size_of_what_the_feed_forward_reads():
+    module, theta = PhaseSwiGLU(config_of(normalization=True)), phases()
+    params = randomized(module, theta)
+    close(apply(module, params, 3 * theta), np.asarray(apply(module, params, theta)), 1e-4)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import reference
 
-from kuramoto_jax.kernels import xla
+from kuramoto_jax.kernels import causal_attention, xla
 from kuramoto_jax.kernels.xla import attention
 
 
@@ -174,3 +174,19 @@ def test_compiled_gradient_holds_no_square_of_the_length():
     args = inputs(tokens, tokens)[:3]
     compiled = jax.jit(slopes_of(lambda *a: attention(*a, causal=True))).lower(*args).compile()
     assert f"[{tokens},{tokens}]" not in compiled.as_text()
+
+
+def random_heads(seed):
+    """Features [B, H, T, C] of two heads of two sequences."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(2, 2, 7, 4)), jnp.float32)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "xla", "reference"])
+def test_causal_attention(implementation):
+    query, key, value = (random_heads(seed) for seed in range(3))
+    output = jax.jit(causal_attention, static_argnums=3)(query, key, value, implementation)
+    for b, h in np.ndindex(2, 2):
+        score = np.asarray(query[b, h] @ key[b, h].T)
+        weights = reference.attention_weights(score, np.tri(7, dtype=bool))
+        expected = weights @ np.asarray(value[b, h])
+        np.testing.assert_allclose(output[b, h], expected, rtol=0, atol=2e-6)

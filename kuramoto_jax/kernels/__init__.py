@@ -4,9 +4,20 @@ The layer reduces to attention on 2K features, softmax(q k^T) v with the scale f
 is here computes that for one head; batch and heads come from `jax.vmap`.
 """
 
+import functools
+
+import jax
+
 from kuramoto_jax.kernels.xla import accumulation_dtype, attention, dot
 
-__all__ = ["IMPLEMENTATIONS", "accumulation_dtype", "attention", "dot", "resolve"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "accumulation_dtype",
+    "attention",
+    "causal_attention",
+    "dot",
+    "resolve",
+]
 
 IMPLEMENTATIONS = ("auto", "reference", "xla")
 
@@ -22,3 +33,25 @@ def resolve(implementation: str) -> str:
             f"implementation={implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}"
         )
     return "xla" if implementation == "auto" else implementation
+
+
+def causal_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, implementation: str
+) -> jax.Array:
+    """Causal softmax attention of a batch of heads, as both language models call it.
+
+    Args:
+      query: [B, H, T, C], scale included.
+      key: [B, H, T, C].
+      value: [B, H, T, E].
+      implementation: "reference" is `jax.nn.dot_product_attention`; the others as in
+        `kuramoto_jax.layer.kuramoto_attention`.
+
+    Returns:
+      [B, H, T, E].
+    """
+    if resolve(implementation) == "reference":
+        heads_last = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
+        output = jax.nn.dot_product_attention(*heads_last, scale=1.0, is_causal=True)
+        return output.transpose(0, 2, 1, 3)
+    return jax.vmap(jax.vmap(functools.partial(attention, causal=True)))(query, key, value)
