@@ -8,7 +8,6 @@ those of the first window has at least window - N bytes of context: a smaller N 
 scores a little better.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from absl import flags
 from experiments.command import read_flags, run
 from kuramoto_jax.config import ConfigError
 from kuramoto_jax.data import load_corpus
-from kuramoto_jax.train import evaluate, load_run
+from kuramoto_jax.train import check_same_data, evaluate, load_run
 
 SPLITS = ("train", "validation", "test")
 
@@ -49,12 +48,7 @@ def write_score(argv: Sequence[str]) -> None:
     if stride > window:
         raise ConfigError(f"--stride={stride}: must be at most the run's window of {window} bytes")
     corpus = load_corpus(config.data.source, config.data.path, config.data.split, window=window)
-    environment = json.loads((Path(values.workdir).expanduser() / "environment.json").read_text())
-    if environment["data"]["sha256"] != corpus.sha256:
-        raise ConfigError(
-            f"workdir={values.workdir}: the run was trained on other data "
-            f"({environment['data']['description']}) than is there now"
-        )
+    check_same_data(Path(values.workdir).expanduser(), corpus)
     text = getattr(corpus, values.split)
     bpc = evaluate(
         model,

@@ -278,6 +278,29 @@ def _stored_config(workdir: Path) -> Config:
         raise ConfigError(f"workdir={workdir}: its config.json is damaged ({error})") from error
 
 
+def check_same_data(workdir: Path, corpus: data.Corpus) -> None:
+    """Checks that a run in a directory began on these bytes, as its `environment.json` tells.
+
+    Raises:
+      ConfigError: if it began on others, or the file cannot be read.
+    """
+    path = workdir / "environment.json"
+    if not path.exists():
+        return
+    try:
+        stored = json.loads(path.read_text())["data"]
+        digest, description = str(stored["sha256"]), stored["description"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"workdir={workdir}: its environment.json is damaged ({type(error).__name__}: {error})"
+        ) from error
+    if digest != corpus.sha256:
+        raise ConfigError(
+            f"workdir={workdir}: the data has changed since the run began ({description}, sha256 "
+            f"{digest[:12]}..., now {corpus.sha256[:12]}...); choose another --workdir"
+        )
+
+
 def _check_workdir(workdir: Path, config: Config, corpus: data.Corpus) -> int:
     """Checks that a directory is new or holds this run; writes nothing.
 
@@ -288,7 +311,6 @@ def _check_workdir(workdir: Path, config: Config, corpus: data.Corpus) -> int:
       ConfigError: if the directory holds another run, or something else.
     """
     step = _newest_step(workdir)
-    environment_path = workdir / "environment.json"
     if (workdir / "config.json").exists():
         stored = _stored_config(workdir)
         differing = _differing_keys(stored, config)
@@ -297,13 +319,7 @@ def _check_workdir(workdir: Path, config: Config, corpus: data.Corpus) -> int:
                 f"workdir={workdir}: holds a run of another configuration "
                 f"({'; '.join(differing)}); choose another --workdir or the stored values"
             )
-        if environment_path.exists():
-            digest = json.loads(environment_path.read_text())["data"]["sha256"]
-            if digest != corpus.sha256:
-                raise ConfigError(
-                    f"workdir={workdir}: the data has changed since the run began (sha256 "
-                    f"{digest[:12]}..., now {corpus.sha256[:12]}...); choose another --workdir"
-                )
+        check_same_data(workdir, corpus)
         if step > config.train.steps:
             raise ConfigError(
                 f"train.steps={config.train.steps}: the run in {workdir} is at step {step} already"
@@ -614,17 +630,20 @@ def load_run(workdir: str | Path) -> tuple[Config, LanguageModel, Any, int]:
     """
     workdir = Path(workdir).expanduser().absolute()
     config = _stored_config(workdir)
-    if not _newest_step(workdir):
-        raise ConfigError(f"workdir={workdir}: has no whole checkpoint yet")
+    directory = workdir / "checkpoints"
+    none_yet = f"workdir={workdir}: has no whole checkpoint yet"
+    if not directory.is_dir():
+        raise ConfigError(none_yet)
     model = build(config.model)
     shapes = jax.eval_shape(functools.partial(init_params, model, config.seed))
     placement = sharding.replicated(sharding.make_mesh())
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement), shapes
     )
-    directory = workdir / "checkpoints"
     with contextlib.closing(Checkpoints(directory, create=False)) as checkpoints:
         stored = checkpoints.steps()
+        if not stored:
+            raise ConfigError(none_yet)
         rows = read_rows(workdir / "metrics.jsonl")
         best = _best_row(rows, stored)
         step = best["step"] if best else stored[-1]

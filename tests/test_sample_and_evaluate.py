@@ -124,14 +124,25 @@ def test_a_stride_states_its_context(run, capsys):
     assert "at least 12 bytes of context" in line
 
 
-def test_data_that_has_changed_is_refused(run, capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ('{"data": {"sha256": "0", "description": "x"}}', "the data has changed"),
+        ("{}", "environment.json is damaged"),
+        ('{"data": []}', "environment.json is damaged"),
+        ("", "environment.json is damaged"),
+    ],
+)
+def test_a_run_on_other_data_or_on_data_unknown_is_not_scored(
+    run, tmp_path, capsys, environment, words
+):
     folder = tmp_path / "w"
     shutil.copytree(run, folder)
-    environment = json.loads((folder / "environment.json").read_text())
-    environment["data"]["sha256"] = "0" * 64
-    (folder / "environment.json").write_text(json.dumps(environment))
+    (folder / "environment.json").write_text(environment)
     assert evaluate.main([f"--workdir={folder}"]) == 2
-    assert "other data" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("flags", [["--stride=17"], ["--stride=0"], ["--split=tst"]], ids=str)
