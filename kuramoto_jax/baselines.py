@@ -47,7 +47,9 @@ class TransformerBlock(nn.Module):
         length, width = x_BTD.shape[1:]
         heads, head_width = config.heads, config.head_width
         norm = functools.partial(nn.RMSNorm, epsilon=1e-6)
-        dense = functools.partial(nn.Dense, use_bias=False, dtype=config.dtype)
+        dense = functools.partial(
+            nn.Dense, use_bias=False, dtype=config.dtype, dot_general=kernels.dense_general
+        )
         residual_init = nn.initializers.variance_scaling(
             1.0 / (2 * config.layers), "fan_in", "truncated_normal"
         )

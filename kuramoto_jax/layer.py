@@ -156,21 +156,48 @@ def drift(omega: jax.Array, positions: jax.Array) -> jax.Array:
     return _reduced_product(omega, coarse, fine.astype(omega.dtype))
 
 
+@jax.custom_vjp
 def rotate_features(lift: jax.Array, angle: jax.Array) -> jax.Array:
     """Rotates a lift: psi(theta) becomes psi(theta + angle), without another cosine of theta.
 
     Args:
       lift: [..., 2K], cosines first, then sines.
-      angle: [..., K] radians.
+      angle: [..., K] radians, of the same leading axes.
 
     Returns:
       [..., 2K].
     """
+    return _rotate_fwd(lift, angle)[0]
+
+
+def _turned(lift: jax.Array, cos_angle: jax.Array, sin_angle: jax.Array) -> jax.Array:
     cos, sin = jnp.split(lift, 2, axis=-1)
-    sin_angle, cos_angle = sincos(angle)
     return jnp.concatenate(
         [cos * cos_angle - sin * sin_angle, sin * cos_angle + cos * sin_angle], axis=-1
     )
+
+
+def _rotate_fwd(lift: jax.Array, angle: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    sin_angle, cos_angle = sincos(angle)
+    rotated = _turned(lift, cos_angle, sin_angle)
+    return rotated, (rotated, cos_angle, sin_angle)
+
+
+def _rotate_bwd(
+    residuals: tuple[jax.Array, ...], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The transposed map turns back; moving the angle moves the result along its circle.
+
+    Left to automatic differentiation, the gradient of an angle that a batch shares becomes one sum
+    with all its factors inside, which the CPU compiler runs along the wrong axis.
+    """
+    rotated, cos_angle, sin_angle = residuals
+    cos, sin = jnp.split(rotated, 2, axis=-1)
+    dcos, dsin = jnp.split(cotangent, 2, axis=-1)
+    return _turned(cotangent, cos_angle, -sin_angle), cos * dsin - sin * dcos
+
+
+rotate_features.defvjp(_rotate_fwd, _rotate_bwd)
 
 
 def _gated(gate: jax.Array | None, lift: jax.Array, scale: jax.Array | None = None) -> jax.Array:

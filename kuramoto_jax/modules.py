@@ -86,7 +86,12 @@ class KuramotoAttention(nn.Module):
         def readout(name: str, features: int, **arguments: Any) -> jax.Array:
             """A linear map of a token's inputs to `features` for each head, [B, H, T, features]."""
             dense = nn.DenseGeneral(
-                (heads, features), axis=(-2, -1), dtype=config.dtype, name=name, **arguments
+                (heads, features),
+                axis=(-2, -1),
+                dtype=config.dtype,
+                dot_general=kernels.dense_general,
+                name=name,
+                **arguments,
             )
             return dense(inputs_BTHC).transpose(0, 2, 1, 3)
 
@@ -179,6 +184,7 @@ class PhaseSwiGLU(nn.Module):
             theta_BTD.shape[-1],
             use_bias=False,
             dtype=config.dtype,
+            dot_general=kernels.dense_general,
             kernel_init=nn.initializers.variance_scaling(
                 config.feedforward_scale**2, "fan_in", "truncated_normal"
             ),
@@ -194,10 +200,10 @@ def _angle_product(inputs: jax.Array, kernel: jax.Array, dtype: str) -> jax.Arra
     """
     kernel = kernel.astype(dtype)
     high = inputs.astype(dtype)
-    product = jnp.dot(high, kernel)
+    product = kernels.dense(high, kernel)
     if high.dtype == inputs.dtype:
         return product
-    return product + jnp.dot((inputs - high.astype(inputs.dtype)).astype(dtype), kernel)
+    return product + kernels.dense((inputs - high.astype(inputs.dtype)).astype(dtype), kernel)
 
 
 class TanhBound(nn.Module):

@@ -8,6 +8,7 @@ import functools
 
 import jax
 
+from kuramoto_jax.kernels.dense import dense, dense_general
 from kuramoto_jax.kernels.xla import accumulation_dtype, attention, dot
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "accumulation_dtype",
     "attention",
     "causal_attention",
+    "dense",
+    "dense_general",
     "dot",
     "resolve",
 ]
