@@ -138,7 +138,7 @@ class ModelConfig(_Group):
     phase_init: str = option(
         "ramp",
         "initial phases: uniform within a spread, the same for all or growing along each head",
-        choices=("ramp", "uniform"),
+        choices=("ramp", "alternating", "uniform"),
         model="kuramoto",
     )
     phase_spread: float = option(
@@ -269,8 +269,12 @@ class OptimConfig(_Group):
     embedding_rate: float = option(
         1.0, "embeddings that are not phases (the transformer's), likewise", at_least=0
     )
+    gate_rate: float = option(1.0, "matrices of gates and value gates, likewise", at_least=0)
+    omega_rate: float = option(
+        0.1, "drift rates omega, in radians a position, likewise", at_least=0
+    )
     scalar_rate: float = option(
-        3.0, "scalars and vectors (tau, omega, radii, scales, biases), likewise", at_least=0
+        3.0, "other scalars and vectors (tau, radii, scales, biases), likewise", at_least=0
     )
     warmup: float = option(
         0.05, "part of train.steps over which the rate rises", at_least=0.0, at_most=1.0

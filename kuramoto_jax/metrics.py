@@ -31,7 +31,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def write_atomically(path: Path, text: str) -> None:
     """Writes a file so that it is there whole or not at all."""
     part = path.with_name(path.name + ".part")
-    with part.open("w") as file:
+    with part.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -35,6 +35,8 @@ def _phase_init(model: ModelConfig) -> Callable:
         spread_K = np.full(model.head_width, model.phase_spread)
         if model.phase_init == "ramp":
             spread_K = np.linspace(model.phase_spread_min, model.phase_spread, model.head_width)
+        elif model.phase_init == "alternating":
+            spread_K[::2] = model.phase_spread_min
         spread_D = jnp.asarray(np.tile(spread_K, model.heads), dtype)
         return jax.random.uniform(key, shape, dtype, -1.0, 1.0) * spread_D[None, :]
 

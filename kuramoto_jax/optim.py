@@ -12,12 +12,14 @@ import optax
 
 from kuramoto_jax.config import OptimConfig
 
-# First match wins. Only "matrix" decays: phases, rates, temperatures, radii, gains, biases and the
-# transformer's embedding keep their values under a zero gradient.
+# First match wins. Only "matrix" and "gate" decay: phases, rates, temperatures, radii, gains,
+# biases and the transformer's embedding keep their values under a zero gradient.
 GROUPS = (
     (r"(^|/)phases$", "phase"),
     (r"(^|/)embedding$", "embedding"),
-    (r"(^|/)(tau|omega|radius|scale|bias)$", "scalar"),
+    (r"(^|/)omega$", "omega"),
+    (r"(^|/)(tau|radius|scale|bias)$", "scalar"),
+    (r"(^|/)(gate_q|gate_k|value_gate)/kernel$", "gate"),
     (r"(^|/)(kernel|gate|up)$", "matrix"),
 )
 
@@ -59,21 +61,25 @@ def learning_rate(config: OptimConfig, steps: int) -> optax.Schedule:
     )
 
 
+def _decayed(params: Any) -> Any:
+    """Returns a tree like `params` that holds whether each parameter decays."""
+    return jax.tree.map(lambda group: group in ("matrix", "gate"), group_labels(params))
+
+
 def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
     """Returns the chain: clip by global norm, Adam, decoupled decay, rate by group, schedule."""
     rates = {
         "phase": config.phase_rate,
         "embedding": config.embedding_rate,
+        "gate": config.gate_rate,
+        "omega": config.omega_rate,
         "scalar": config.scalar_rate,
         "matrix": 1.0,
     }
     return optax.chain(
         optax.clip_by_global_norm(config.clip) if config.clip else optax.identity(),
         optax.scale_by_adam(config.beta1, config.beta2),
-        optax.add_decayed_weights(
-            config.weight_decay,
-            mask=lambda params: jax.tree.map(lambda group: group == "matrix", group_labels(params)),
-        ),
+        optax.add_decayed_weights(config.weight_decay, mask=_decayed),
         optax.partition({group: optax.scale(rate) for group, rate in rates.items()}, group_labels),
         optax.scale_by_learning_rate(learning_rate(config, steps)),
     )

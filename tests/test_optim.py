@@ -26,6 +26,7 @@ PARAMS = {
     "blocks": {
         "attention": {
             "tau": jnp.ones(2),
+            "omega": jnp.ones((2, 1)),
             "gate_q": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)},
         },
         "attention_bound": {"radius": jnp.full((2,), 0.7)},
@@ -33,6 +34,7 @@ PARAMS = {
     },
     "norm": {"scale": jnp.ones(2)},
 }
+GATES = ("gate_q", "gate_k", "value_gate")
 MATRICES = {"blocks/attention/gate_q/kernel", "blocks/feedforward/gate", "blocks/feedforward/up"}
 
 
@@ -82,9 +84,11 @@ def test_every_parameter_is_in_its_group(fields):
     for path, label in jax.tree_util.tree_leaves_with_path(labels):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         last = name.split("/")[-1]
-        expected = {"phases": "phase", "embedding": "embedding"}.get(last)
+        expected = {"phases": "phase", "embedding": "embedding", "omega": "omega"}.get(last)
         if expected is None:
             expected = "matrix" if last in ("kernel", "gate", "up") else "scalar"
+        if name.split("/")[-2:] in ([gate, "kernel"] for gate in GATES):
+            expected = "gate"
         assert label == expected, name
         names.add(last)
     assert "kernel" in names
@@ -121,20 +125,26 @@ def test_no_decay():
 
 @pytest.mark.parametrize("sign", [1.0, -1e-3])
 def test_first_step_has_the_size_of_the_rate_of_its_group(sign):
+    rates = {"phase": 7.0, "embedding": 0.5, "gate": 0.3, "omega": 0.25, "scalar": 2.0}
     config = OptimConfig(
-        learning_rate=0.01, phase_rate=7.0, scalar_rate=2.0, weight_decay=0.0, warmup=0.0, clip=0.0
+        learning_rate=0.01,
+        weight_decay=0.0,
+        warmup=0.0,
+        clip=0.0,
+        **{f"{group}_rate": rate for group, rate in rates.items()},
     )
     ((change, _, _),) = steps_of(config, [ones(sign)])
     for name, value in change.items():
-        rate = 0.01 * {"phase": 7.0, "scalar": 2.0}.get(group_of(name), 1.0)
+        rate = 0.01 * rates.get(group_of(name), 1.0)
         np.testing.assert_allclose(value, -np.sign(sign) * rate, rtol=1e-4, err_msg=name)
 
 
 def test_a_rate_of_zero_holds_its_group():
-    config = OptimConfig(phase_rate=0.0, scalar_rate=0.0)
+    still = ("phase", "embedding", "gate", "omega", "scalar")
+    config = OptimConfig(**{f"{group}_rate": 0.0 for group in still})
     ((change, _, _),) = steps_of(config, [ones()])
     for name, value in change.items():
-        assert np.all(value == 0) == (group_of(name) in ("phase", "scalar")), name
+        assert np.all(value == 0) == (group_of(name) in still), name
 
 
 def test_clipping_acts_on_the_global_norm():
