@@ -12,7 +12,6 @@ the rows and trains nothing.
 """
 
 import dataclasses
-import signal
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,9 +24,9 @@ from experiments import enwik8, plots
 from experiments.command import first_line, run
 from experiments.report import csv_text, spread, table, write_report
 from experiments.runs import Group, deviation, group, identity, load, settings
+from experiments.series import train_and_report
 from kuramoto_jax.config import Config, ConfigError, flatten, options
 from kuramoto_jax.metrics import write_atomically
-from kuramoto_jax.train import TrainError, fit
 
 BASE = "full"
 
@@ -120,39 +119,6 @@ def variant(base: Config, name: str, changes: Mapping[str, Any], seed: int) -> C
         return Config.from_mapping(values)
     except ConfigError as error:
         raise ConfigError(f"row {name}: {error}") from error
-
-
-def train(configs: Mapping[str, Sequence[Config]], workdir: Path) -> list[str] | None:
-    """Trains what is not trained yet; a run that fails does not keep the others from theirs.
-
-    Returns:
-      What failed and why, or None if SIGINT or SIGTERM asked to stop.
-    """
-    failures: list[str] = []
-    done, total = 0, sum(map(len, configs.values()))
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        for number, (name, variants) in enumerate(configs.items(), start=1):
-            for config in variants:
-                print(f"\nrow {number} of {len(configs)}: {name}, seed {config.seed}", flush=True)
-                directory = workdir / name / f"seed_{config.seed}"
-                try:
-                    if fit(config, directory, log=_say) is None:
-                        raise KeyboardInterrupt
-                    done += 1
-                except TrainError as error:
-                    failures.append(f"{directory}: {error}")
-                    _say(f"failed: {error}")
-    except KeyboardInterrupt:
-        _say(f"stopped: {done} of {total} runs are done; the same command continues")
-        return None
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    return failures
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 # The table.
@@ -283,14 +249,7 @@ def main(argv: Sequence[str]) -> int:
             rows = rows_of(plan.base).items()
             print(table(("row", "changes"), [(name, settings(row)) for name, row in rows]), end="")
             return
-        failures = train(plan.configs, plan.workdir)
-        if failures is None:
-            return
-        total = sum(map(len, plan.configs.values()))
-        if len(failures) < total:
-            report(plan)
-        if failures:
-            raise TrainError(f"{len(failures)} of {total} runs failed: {'; '.join(failures)}")
+        train_and_report(plan.configs, plan.workdir, lambda: report(plan))
 
     return run(argv, lambda: str(__doc__).strip(), action)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from experiments import ablations, plots, runs
+from experiments import ablations, plots, runs, series
 from kuramoto_jax.config import Config, ConfigError, flatten
 from kuramoto_jax.train import TrainError
 
@@ -69,7 +69,7 @@ def untrained(monkeypatch):
         (workdir / "metrics.jsonl").write_text(json.dumps({"step": steps, "val_bpc": bpc}) + "\n")
         return summary
 
-    monkeypatch.setattr(ablations, "fit", fit)
+    monkeypatch.setattr(series, "fit", fit)
     return calls
 
 
@@ -226,14 +226,14 @@ def test_runs_of_another_base_are_no_row(capsys, untrained, undrawn):
 @pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGINT])
 def test_a_stop_says_how_many_runs_are_done(capsys, untrained, monkeypatch, number):
     """Between trainings too, where the signal is not the training's to handle."""
-    whole = ablations.fit
+    whole = series.fit
 
     def fit(config, workdir, log):
         if len(untrained) == 3:
             return os.kill(os.getpid(), number) if number else None
         return whole(config, workdir, log)
 
-    monkeypatch.setattr(ablations, "fit", fit)
+    monkeypatch.setattr(series, "fit", fit)
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     out = done(capsys, "--only=full,no_gates", "--seeds=2", "--workdir=out")
     after = signal.signal(signal.SIGTERM, before)
@@ -243,14 +243,14 @@ def test_a_stop_says_how_many_runs_are_done(capsys, untrained, monkeypatch, numb
 
 
 def test_a_failed_run_does_not_keep_the_others_from_theirs(capsys, untrained, undrawn, monkeypatch):
-    whole = ablations.fit
+    whole = series.fit
 
     def fit(config, workdir, log):
         if workdir == Path("out", "full", "seed_1"):
             raise TrainError("step 3: loss nan")
         return whole(config, workdir, log)
 
-    monkeypatch.setattr(ablations, "fit", fit)
+    monkeypatch.setattr(series, "fit", fit)
     argv = ["--config=tiny.py", "--only=full,no_gates", "--seeds=2", "--workdir=out"]
     assert ablations.main(argv) == 1
     assert len(untrained) == 3
@@ -268,7 +268,7 @@ def test_stopped_training_is_resumed_and_finished_training_is_not_repeated(
 ):
     """Real runs: a signal within the second of four, the rest, and the same command once more."""
     argv = ("--only=full,no_feedforward", "--seeds=2", "--workdir=out")
-    say = ablations._say
+    say = series._say
 
     def interrupt(line):
         say(line)
@@ -276,7 +276,7 @@ def test_stopped_training_is_resumed_and_finished_training_is_not_repeated(
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ablations, "_say", interrupt)
+        patch.setattr(series, "_say", interrupt)
         out = done(capsys, *argv)
     assert out.endswith("stopped: 1 of 4 runs are done; the same command continues\n")
     assert not Path("out", "no_feedforward").exists()
