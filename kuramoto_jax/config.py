@@ -78,12 +78,14 @@ class _Group:
 class ModelConfig(_Group):
     """The network. Fields marked with a model's name are for that model alone.
 
-    Where the paper's text leaves a choice open, the default is what trained best in short runs of
-    one seed on four megabytes of enwik8, and the alternatives can be selected: initial phases on a
-    ramp rather than all uniform on the circle, the bound on the norm rather than on each
-    coordinate, a value gate that starts at one, a feed-forward that starts small. The readout
-    starts small for another reason, to begin near the loss of equal odds at every width; a larger
-    start (3.2 in place of 1.0) was 0.02 bpc better at 400 steps, within the noise of one seed.
+    Where the paper's text leaves a choice open, the default is what trained best in short runs on
+    four megabytes of enwik8 (docs/training.md), and the alternatives can be selected: initial
+    phases of which most nearly agree, on a ramp of spreads, rather than all uniform on the circle,
+    the bound on the norm rather than on each coordinate, a value gate that starts at one, a
+    feed-forward that starts small. The readout starts small for another reason, to begin near the
+    loss of equal odds at every width.
+
+    Fields from `gates` to `drift`, and the values "none", are for ablations.
     """
 
     _prefix = "model."
@@ -137,8 +139,8 @@ class ModelConfig(_Group):
     )
     phase_init: str = option(
         "ramp",
-        "initial phases: uniform within a spread, the same for all or growing along each head",
-        choices=("ramp", "alternating", "uniform"),
+        "spread of the initial phases: growing along each head, or the same for all coordinates",
+        choices=("ramp", "uniform"),
         model="kuramoto",
     )
     phase_spread: float = option(
@@ -149,6 +151,13 @@ class ModelConfig(_Group):
         "initial phase of a ramp's first coordinate, in radians",
         above=0.0,
         at_most=math.pi,
+        model="kuramoto",
+    )
+    phase_power: float = option(
+        6.0,
+        "initial phases are spread * sign(u) |u|^power, u uniform: 1 spreads symbols evenly, more "
+        "lets most nearly agree and few stand apart",
+        above=0.0,
         model="kuramoto",
     )
     bound: str = option(
@@ -269,7 +278,7 @@ class OptimConfig(_Group):
     embedding_rate: float = option(
         1.0, "embeddings that are not phases (the transformer's), likewise", at_least=0
     )
-    gate_rate: float = option(1.0, "matrices of gates and value gates, likewise", at_least=0)
+    gate_rate: float = option(0.3, "matrices of gates and value gates, likewise", at_least=0)
     omega_rate: float = option(
         0.1, "drift rates omega, in radians a position, likewise", at_least=0
     )

@@ -25,9 +25,12 @@ def position_rates(model: ModelConfig, width: int) -> np.ndarray:
 
 
 def _phase_init(model: ModelConfig) -> Callable:
-    """Initial phases: uniform in +-spread, the spread constant or growing along each head.
+    """Initial phases spread * sign(u) |u|^power, u uniform in +-1.
 
-    A ramp pairs nearly agreeing phases with fast drift, which lets those coordinates carry
+    With a power above one most symbols nearly agree in a coordinate and few stand apart. Those few
+    can be told there by any token, and a token that agrees with the rest is moved by them alone:
+    its phase then says that one of them is in sight. The spread is constant or grows along each
+    head: a ramp pairs nearly agreeing phases with fast drift, which lets those coordinates carry
     position, and widely spread ones with slow drift, which lets those carry content.
     """
 
@@ -35,10 +38,9 @@ def _phase_init(model: ModelConfig) -> Callable:
         spread_K = np.full(model.head_width, model.phase_spread)
         if model.phase_init == "ramp":
             spread_K = np.linspace(model.phase_spread_min, model.phase_spread, model.head_width)
-        elif model.phase_init == "alternating":
-            spread_K[::2] = model.phase_spread_min
         spread_D = jnp.asarray(np.tile(spread_K, model.heads), dtype)
-        return jax.random.uniform(key, shape, dtype, -1.0, 1.0) * spread_D[None, :]
+        u_VD = jax.random.uniform(key, shape, dtype, -1.0, 1.0)
+        return jnp.sign(u_VD) * jnp.abs(u_VD) ** model.phase_power * spread_D[None, :]
 
     return init
 

@@ -383,15 +383,25 @@ def extent(table, heads):
     return np.abs(np.asarray(table)).max(axis=0).reshape(heads, -1)
 
 
-def test_initial_phases_of_a_ramp_spread_along_each_head():
-    config = ModelConfig(symbols=2000, width=12, heads=3, phase_spread_min=0.2, phase_spread=2.0)
+@pytest.mark.parametrize("power", [1.0, 3.0])
+def test_initial_phases_of_a_ramp_spread_along_each_head(power):
+    config = ModelConfig(
+        symbols=2000,
+        width=12,
+        heads=3,
+        phase_spread_min=0.2,
+        phase_spread=2.0,
+        phase_power=power,
+    )
     table = initial(PhaseEmbed(config), operator.itemgetter("phases"), jnp.zeros((1, 1), jnp.int32))
     reach, spread = extent(table, 3), np.array([[0.2, 0.8, 1.4, 2.0]])
     assert np.all(reach <= spread * (1 + 1e-6))
     assert np.all(reach > 0.98 * spread)
     assert np.all(np.diff(reach, axis=1) > 0)
     deviation = np.asarray(table).std(axis=0).reshape(3, 4)
-    np.testing.assert_allclose(deviation, np.repeat(spread, 3, 0) / np.sqrt(3), rtol=0.05)
+    np.testing.assert_allclose(
+        deviation, np.repeat(spread, 3, 0) / np.sqrt(2 * power + 1), rtol=0.07
+    )
 
 
 @pytest.mark.parametrize("spread", [0.3, math.pi])
@@ -402,6 +412,15 @@ def test_initial_phases_uniform(spread):
     assert np.all(reach <= spread * (1 + 1e-6))
     assert np.all(reach > 0.98 * spread)
     close(np.asarray(table).mean(axis=0), 0, 0.1 * spread)
+
+
+def test_a_power_lets_most_symbols_nearly_agree():
+    config = ModelConfig(symbols=4000, width=2, heads=1, phase_init="uniform", phase_power=6.0)
+    table = initial(PhaseEmbed(config), operator.itemgetter("phases"), jnp.zeros((1, 1), jnp.int32))
+    # |u|^6 < x for a part x^(1/6) of the uniform u
+    for part in (0.2, 0.5, 0.9):
+        below = np.abs(np.asarray(table)) < math.pi * part**6
+        assert below.mean() == pytest.approx(part, abs=0.02)
 
 
 @pytest.mark.parametrize("tied", [True, False])

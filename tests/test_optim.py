@@ -111,7 +111,7 @@ def test_a_parameter_in_no_group_is_an_error():
 
 
 def test_without_gradient_only_matrices_shrink():
-    config = OptimConfig(learning_rate=0.1, weight_decay=0.2, warmup=0.0)
+    config = OptimConfig(learning_rate=0.1, gate_rate=1.0, weight_decay=0.2, warmup=0.0)
     ((change, _, _),) = steps_of(config, [ones(0.0)])
     for name, value in flat(PARAMS).items():
         expected = -0.1 * 0.2 * value if name in MATRICES else 0 * value

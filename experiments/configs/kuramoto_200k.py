@@ -26,7 +26,7 @@ def get_config() -> ConfigDict:
     config.model.heads = 2
     config.model.hidden = 216
 
-    config.optim.learning_rate = 2e-2
+    config.optim.learning_rate = 1.2e-2
 
     config.train.steps = 1500
     config.train.batch_size = 32

@@ -18,5 +18,7 @@ def get_config() -> ConfigDict:
     config.model.name = "transformer"
     config.model.layers = 4
     config.model.hidden = 176
+    config.model.embedding_std = 0.4
+    config.optim.scalar_rate = 1.0
     config.optim.learning_rate = 1.2e-2
     return config
