@@ -9,8 +9,9 @@ import xml.etree.ElementTree
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny_run
 
-from experiments import analyze, enwik8
+from experiments import analyze
 from kuramoto_jax import analysis
 from kuramoto_jax.baselines import build
 from kuramoto_jax.config import ModelConfig
@@ -27,22 +28,9 @@ TEXT = bytes(range(8, 128, 7)) + b"$\\x$ \n\t\xff" + bytes(200)
 def run(tmp_path_factory):
     """A run of a few steps on a short text; to be read only."""
     folder = tmp_path_factory.mktemp("run")
-    (folder / "content").write_bytes(CONTENT)
     (folder / "text").write_bytes(TEXT)
-    flags = ["model.layers=2", "model.width=8", "model.heads=2", "model.hidden=8"]
-    flags += ["model.unroll=1", "seed=1"]
-    flags += [
-        "data.source=file",
-        f"data.path={folder / 'content'}",
-        f"data.window={WINDOW}",
-        "data.split=(0.9, 0.05, 0.05)",
-    ]
-    flags += ["train.steps=4", "train.batch_size=8", "train.sample_length=0"]
-    config = f"--config={enwik8.CONFIGS / 'smoke.py'}"
-    overrides = [f"--config.{flag}" for flag in flags]
-    with jax.numpy_dtype_promotion("standard"):
-        assert enwik8.main([config, f"--workdir={folder / 'w'}", *overrides]) == 0
-    return folder / "w"
+    sizes = ("model.layers=2", "model.width=8", "model.heads=2", "model.hidden=8")
+    return tiny_run.train(folder, CONTENT, WINDOW, *sizes, "model.unroll=1")
 
 
 def analysed(run, *flags):

@@ -5,20 +5,25 @@ import re
 from pathlib import Path
 
 import pytest
-from test_ablations import TINY, folder, untrained  # noqa: F401
 
 from experiments import compare
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 
 @pytest.fixture
-def other(folder):  # noqa: F811
+def other(folder):
     """A second configuration file, of the baseline."""
-    text = TINY.replace("    return c", "    c.model.name = 'transformer'\n    return c")
+    text = (
+        (folder / "tiny.py")
+        .read_text()
+        .replace("    return c", "    c.model.name = 'transformer'\n    return c")
+    )
     (folder / "other.py").write_text(text)
 
 
 @pytest.mark.usefixtures("other")
-def test_each_file_is_a_row_with_its_seeds_and_overrides(untrained):  # noqa: F811
+def test_each_file_is_a_row_with_its_seeds_and_overrides(untrained):
     flags = ["--configs=tiny.py,other.py", "--seeds=2", "--config.seed=5", "--workdir=both"]
     assert compare.main([*flags, "--config.train.steps=8"]) == 0
     assert [
@@ -37,8 +42,9 @@ def test_each_file_is_a_row_with_its_seeds_and_overrides(untrained):  # noqa: F8
 
 
 def test_arguments_of_files_tell_rows_apart():
+    tiny = Path("tiny.py").read_text()
     Path("sized.py").write_text(
-        TINY.replace("get_config()", "get_config(width)").replace("width=8", "width=int(width)")
+        tiny.replace("get_config()", "get_config(width)").replace("width=8", "width=int(width)")
     )
     rows, workdir = compare.parse(["--configs=sized.py:8,sized.py:16", "--seeds=1"])
     assert {name: configs[0].model.width for name, configs in rows.items()} == {
@@ -58,7 +64,7 @@ def test_arguments_of_files_tell_rows_apart():
         (["--configs=tiny.py", "--config.model.widht=8"], "model.widht: unknown key"),
     ],
 )
-def test_bad_input_is_one_line_and_runs_nothing(untrained, capsys, flags, words):  # noqa: F811
+def test_bad_input_is_one_line_and_runs_nothing(untrained, capsys, flags, words):
     assert compare.main(flags) == 2
     error = capsys.readouterr().err
     assert words in error

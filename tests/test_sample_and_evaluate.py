@@ -6,10 +6,10 @@ import json
 import shutil
 import sys
 
-import jax
 import pytest
+import tiny_run
 
-from experiments import enwik8, evaluate, sample
+from experiments import evaluate, sample
 
 CONTENT = b"the cat sat on the mat. " * 200
 
@@ -17,21 +17,8 @@ CONTENT = b"the cat sat on the mat. " * 200
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of a few steps on a short text; to be read only."""
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "text").write_bytes(CONTENT)
-    flags = ["model.layers=1", "model.width=8", "model.heads=1", "model.hidden=8", "seed=1"]
-    flags += [
-        "data.source=file",
-        f"data.path={folder / 'text'}",
-        "data.window=16",
-        "data.split=(0.9, 0.05, 0.05)",
-    ]
-    flags += ["train.steps=4", "train.batch_size=8", "train.sample_length=0"]
-    config = f"--config={enwik8.CONFIGS / 'smoke.py'}"
-    overrides = [f"--config.{flag}" for flag in flags]
-    with jax.numpy_dtype_promotion("standard"):
-        assert enwik8.main([config, f"--workdir={folder / 'w'}", *overrides]) == 0
-    return folder / "w"
+    sizes = ("model.layers=1", "model.width=8", "model.heads=1", "model.hidden=8")
+    return tiny_run.train(tmp_path_factory.mktemp("run"), CONTENT, 16, *sizes)
 
 
 class Stdin:
