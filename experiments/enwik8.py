@@ -66,7 +66,7 @@ def parse(argv: Sequence[str]) -> tuple[Config, Path]:
         "config", ConfigDict(_load(file)), flag_values=values, sys_argv=overrides
     )
     read_flags(values, overrides[1:])
-    config = Config.from_mapping(values.config.to_dict())
+    config = Config.from_mapping(values.config)
     return config, Path(values.workdir or Path("runs") / Path(file.split(":")[0]).stem)
 
 
@@ -104,7 +104,7 @@ def _load(file: str) -> dict[str, Any]:
         raise ConfigError(f"--config={file}: {_last_line(error)}") from error
     if not is_mapping:
         raise ConfigError(f"--config={file}: get_config() must return an ml_collections ConfigDict")
-    return completed(config.to_dict() if isinstance(config, ConfigDict) else config)
+    return completed(config)
 
 
 def _last_line(error: BaseException) -> str:

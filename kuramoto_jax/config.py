@@ -12,6 +12,8 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ml_collections import ConfigDict
+
 MODELS = ("kuramoto", "transformer")
 DTYPES = ("float32", "bfloat16")
 
@@ -308,6 +310,12 @@ class TrainConfig(_Group):
 
     steps: int = option(1000, "optimizer steps", at_least=1)
     batch_size: int = option(16, "windows a step, over all devices", at_least=1)
+    microbatch: int = option(
+        0,
+        "windows whose gradient is taken at once, a divisor of batch_size: changes memory and "
+        "speed; 0 takes the whole batch, on a single CPU a few that fit its caches",
+        at_least=0,
+    )
     eval_batch_size: int = option(
         64, "windows evaluated at once; changes memory, not scores", at_least=1
     )
@@ -317,6 +325,16 @@ class TrainConfig(_Group):
     keep: int = option(2, "newest checkpoints kept, beside the best", at_least=1)
     sample_length: int = option(200, "bytes sampled at each validation; 0 for none", at_least=0)
     tensorboard: bool = option(True, "write TensorBoard event files")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.microbatch and self.batch_size % self.microbatch:
+            valid = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
+            near = sorted(valid, key=lambda n: abs(n - self.microbatch))[:2]
+            raise ConfigError(
+                f"train.microbatch={self.microbatch}: must divide train.batch_size="
+                f"{self.batch_size}, such as {' or '.join(map(str, sorted(near)))}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,7 +352,7 @@ class Config(_Group):
             raise ConfigError(f"seed={self.seed}: must be from 0 to {2**31 - 1}")
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> "Config":
+    def from_mapping(cls, mapping: Mapping[str, Any] | ConfigDict) -> "Config":
         """Builds a configuration from a nested mapping; keys left out take their defaults.
 
         Raises:
@@ -357,7 +375,7 @@ def _is_group(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, _Group)
 
 
-def completed(mapping: Mapping[str, Any]) -> dict[str, Any]:
+def completed(mapping: Mapping[str, Any] | ConfigDict) -> dict[str, Any]:
     """Returns a configuration as nested dictionaries with every key: given values and defaults.
 
     Names and types are checked; whether the values can be run together is not.
@@ -365,6 +383,8 @@ def completed(mapping: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ConfigError: for an unknown key or a value of the wrong type.
     """
+    if isinstance(mapping, ConfigDict):
+        mapping = mapping.to_dict()
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{mapping!r}: a configuration must be a mapping of keys to values")
     values = Config().to_dict()

@@ -26,17 +26,16 @@ def split_batch(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec("data"))
 
 
-def check_batch(batch_size: int, mesh: Mesh) -> None:
-    """Checks that the devices divide a batch.
+def check_batch(key: str, windows: int, mesh: Mesh) -> None:
+    """Checks that the devices divide a number of windows, the value of a configuration's key.
 
     Raises:
       ConfigError: if they do not; the message names two sizes that would do.
     """
     devices = mesh.size
-    if batch_size % devices:
-        lower = batch_size - batch_size % devices
+    if windows % devices:
+        lower = windows - windows % devices
         valid = " or ".join(str(size) for size in (lower, lower + devices) if size)
         raise ConfigError(
-            f"train.batch_size={batch_size}: must be a multiple of the {devices} devices, "
-            f"such as {valid}"
+            f"{key}={windows}: must be a multiple of the {devices} devices, such as {valid}"
         )

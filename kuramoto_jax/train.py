@@ -39,6 +39,9 @@ from kuramoto_jax.metrics import (
 )
 from kuramoto_jax.model import param_count
 
+# Bytes whose gradient a single CPU takes at once.
+CPU_BYTES = 512
+
 # Keys that a run may change when it is continued; every other one defines what is computed.
 MAY_CHANGE = (
     "train.steps",
@@ -88,12 +91,59 @@ def init_state(config: Config, mesh: Mesh) -> TrainState:
     return jax.jit(init, out_shardings=sharding.replicated(mesh))()
 
 
+def windows_at_once(config: Config, mesh: Mesh) -> int:
+    """Returns how many windows of a batch the gradient is taken of at once.
+
+    That is `train.microbatch`, or where it is 0 the whole batch; but on a single CPU device as many
+    as hold `CPU_BYTES` bytes, so that what a layer leaves for the next stays in the CPU's caches.
+    """
+    batch_size = config.train.batch_size
+    if config.train.microbatch:
+        return config.train.microbatch
+    if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
+        return batch_size
+    most = max(1, CPU_BYTES // config.data.window)
+    return max(size for size in range(1, batch_size + 1) if size <= most and batch_size % size == 0)
+
+
+def mean_loss_and_gradient(
+    params: Any, windows: jax.Array, *, model: LanguageModel, at_once: int
+) -> tuple[jax.Array, Any]:
+    """Returns the mean loss of a batch in nats a byte, and its gradient.
+
+    Args:
+      params: the model's parameters.
+      windows: [B, T + 1] bytes: inputs are the first T, targets the last T.
+      model: the language model.
+      at_once: windows whose gradient is taken at once, a divisor of B; the gradients of the parts
+        are added up, which changes memory and speed and rounding, nothing else.
+    """
+
+    def total_loss(params: Any, windows: jax.Array) -> jax.Array:
+        tokens = windows.astype(jnp.int32)
+        logits = model.apply({"params": params}, tokens[:, :-1])
+        return jnp.sum(next_byte_loss(logits, tokens[:, 1:])[0])
+
+    def add_part(
+        total: tuple[jax.Array, Any], part: jax.Array
+    ) -> tuple[tuple[jax.Array, Any], None]:
+        return jax.tree.map(jnp.add, total, jax.value_and_grad(total_loss)(params, part)), None
+
+    # Windows that are split over devices stay where they are: every device has some of each part.
+    parts = windows.reshape(at_once, -1, windows.shape[1]).swapaxes(0, 1)
+    nothing = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
+    total, _ = jax.lax.scan(add_part, nothing, parts)
+    count = windows.shape[0] * (windows.shape[1] - 1)
+    return jax.tree.map(lambda x: x / count, total)
+
+
 def train_step(
     state: TrainState,
     windows: jax.Array,
     *,
     model: LanguageModel,
     optimizer: optax.GradientTransformation,
+    at_once: int,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One optimizer step on one batch.
 
@@ -102,18 +152,12 @@ def train_step(
       windows: [B, T + 1] bytes: inputs are the first T, targets the last T.
       model: the language model.
       optimizer: from `optim.make_optimizer`.
+      at_once: windows whose gradient is taken at once, a divisor of B.
 
     Returns:
       The state after the step, and `loss` (nats a byte) and `grad_norm`, before clipping.
     """
-    tokens = windows.astype(jnp.int32)
-
-    def mean_loss(params: Any) -> jax.Array:
-        logits = model.apply({"params": params}, tokens[:, :-1])
-        nats_B, count_B = next_byte_loss(logits, tokens[:, 1:])
-        return jnp.sum(nats_B) / jnp.sum(count_B)
-
-    loss, grads = jax.value_and_grad(mean_loss)(state.params)
+    loss, grads = mean_loss_and_gradient(state.params, windows, model=model, at_once=at_once)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
@@ -131,6 +175,7 @@ def make_train_steps(config: Config, mesh: Mesh) -> jax.stages.Wrapped:
         train_step,
         model=build(config.model),
         optimizer=optim.make_optimizer(config.optim, config.train.steps),
+        at_once=windows_at_once(config, mesh),
     )
 
     def train_steps(
@@ -426,7 +471,8 @@ def fit(
     """
     workdir = Path(workdir).expanduser().absolute()
     mesh = sharding.make_mesh()
-    sharding.check_batch(config.train.batch_size, mesh)
+    sharding.check_batch("train.batch_size", config.train.batch_size, mesh)
+    sharding.check_batch("train.microbatch", config.train.microbatch, mesh)
     window = config.data.window
     corpus = data.load_corpus(
         config.data.source, config.data.path, config.data.split, window=window

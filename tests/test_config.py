@@ -41,7 +41,7 @@ def nested(key, value):
 
 def load(name):
     module = importlib.import_module(f"experiments.configs.{name}")
-    return Config.from_mapping(module.get_config().to_dict()), module.__doc__
+    return Config.from_mapping(module.get_config()), module.__doc__
 
 
 def error_of(mapping):
@@ -388,6 +388,19 @@ def test_budget_by_hand():
         "readout": 8,
         "total": 395,
     }
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "microbatch", "valid"),
+    [(12, 5, "4 or 6"), (7, 3, "1 or 7"), (4, 9, "2 or 4")],
+)
+def test_microbatch_divides_the_batch(batch_size, microbatch, valid):
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(batch_size=batch_size, microbatch=microbatch)
+    assert str(caught.value) == (
+        f"train.microbatch={microbatch}: must divide train.batch_size={batch_size}, such as {valid}"
+    )
+    assert TrainConfig(batch_size=12, microbatch=4).microbatch == 4
 
 
 # Shipped configurations

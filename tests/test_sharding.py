@@ -20,7 +20,7 @@ def test_mesh_holds_every_device_on_one_axis(mesh):
 
 @pytest.mark.parametrize("batch_size", [4, 8, 64])
 def test_multiples_pass(mesh, batch_size):
-    sharding.check_batch(batch_size, mesh)
+    sharding.check_batch("train.batch_size", batch_size, mesh)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_multiples_pass(mesh, batch_size):
 )
 def test_others_are_told_what_would_do(mesh, batch_size, valid):
     with pytest.raises(ConfigError) as caught:
-        sharding.check_batch(batch_size, mesh)
+        sharding.check_batch("train.batch_size", batch_size, mesh)
     assert str(caught.value) == (
         f"train.batch_size={batch_size}: must be a multiple of the 4 devices, such as {valid}"
     )
@@ -37,7 +37,7 @@ def test_others_are_told_what_would_do(mesh, batch_size, valid):
 def test_one_device_takes_any_batch(mesh):
     alone = jax.sharding.Mesh(mesh.devices[:1], ("data",))
     for batch_size in (1, 3, 7):
-        sharding.check_batch(batch_size, alone)
+        sharding.check_batch("train.batch_size", batch_size, alone)
 
 
 def test_batches_are_split_and_parameters_repeated(mesh):

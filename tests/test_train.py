@@ -201,7 +201,7 @@ def test_step_counts_and_lowers_the_loss(corpus_path):
     config = make_config(corpus_path, steps=60)
     model, mesh = build(config.model), first_devices(1)
     optimizer = optim.make_optimizer(config.optim, config.train.steps)
-    step = jax.jit(functools.partial(train.train_step, model=model, optimizer=optimizer))
+    step = jax.jit(functools.partial(train.train_step, model=model, optimizer=optimizer, at_once=2))
     state = train.init_state(config, mesh)
     assert state.step.dtype == jnp.int32
     windows = jnp.asarray(np.resize(np.arange(65, 75, dtype=np.uint8), (4, WINDOW + 1)))
@@ -224,13 +224,49 @@ def test_gradient_norm_is_told_before_clipping(corpus_path):
     norms = []
     for clip in (0.0, 1e-3):
         optimizer = optim.make_optimizer(dataclasses.replace(config.optim, clip=clip), 20)
-        step = functools.partial(train.train_step, model=StandIn(config.model), optimizer=optimizer)
+        step = functools.partial(
+            train.train_step, model=StandIn(config.model), optimizer=optimizer, at_once=2
+        )
         params = StandIn(config.model).init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
         state = train.TrainState(jnp.zeros((), jnp.int32), params["params"], None)
         state = state.replace(opt_state=optimizer.init(state.params))
         _, metrics = jax.jit(step)(state, jnp.zeros((2, 5), jnp.uint8))
         norms.append(float(metrics["grad_norm"]))
     assert norms[0] == norms[1] > 1e-3
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_gradient_of_parts_is_that_of_the_batch(corpus_path, at_once):
+    model = StandIn(make_config(corpus_path).model)
+    windows = jax.random.randint(jax.random.key(1), (6, 9), 0, 256).astype(jnp.uint8)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+
+    @functools.partial(jax.jit, static_argnames="at_once")
+    def gradient(at_once):
+        return train.mean_loss_and_gradient(params, windows, model=model, at_once=at_once)
+
+    jax.tree.map(
+        lambda part, whole: np.testing.assert_allclose(part, whole, rtol=1e-5, atol=1e-7),
+        gradient(at_once),
+        gradient(6),
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "window", "microbatch", "devices", "expected"),
+    [
+        (32, 128, 0, 1, 4),
+        (30, 128, 0, 1, 3),
+        (6, 4096, 0, 1, 1),
+        (2, 64, 0, 1, 2),
+        (32, 128, 0, 4, 32),
+        (32, 128, 16, 4, 16),
+        (32, 128, 16, 1, 16),
+    ],
+)
+def test_windows_at_once(corpus_path, batch_size, window, microbatch, devices, expected):
+    config = make_config(corpus_path, batch_size=batch_size, microbatch=microbatch, window=window)
+    assert train.windows_at_once(config, first_devices(devices)) == expected
 
 
 # Batches, seeds, devices.
@@ -264,11 +300,14 @@ def test_step_n_reads_batch_n(corpus_path, monkeypatch, stand_in, devices):
     assert len(set(seen)) == 10
 
 
-@pytest.mark.parametrize(("name", "counts"), [("stand-in", (1, 2, 4)), ("kuramoto", (1, 4))])
-def test_devices_change_nothing(corpus_path, monkeypatch, name, counts):
+@pytest.mark.parametrize(
+    ("name", "counts", "microbatch"),
+    [("stand-in", (1, 2, 4), 0), ("stand-in", (1, 4), 4), ("kuramoto", (1, 4), 0)],
+)
+def test_devices_change_nothing(corpus_path, monkeypatch, name, counts, microbatch):
     if name == "stand-in":
         monkeypatch.setattr(train, "build", StandIn)
-    config = make_config(corpus_path, "kuramoto")
+    config = make_config(corpus_path, "kuramoto", batch_size=8, microbatch=microbatch)
     corpus_N = data.read_file(corpus_path)[:3200]
     results = []
     for devices in counts:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import reference
 
+from kuramoto_jax import kernels
 from kuramoto_jax.kernels import causal_attention, xla
 from kuramoto_jax.kernels.xla import attention
 
@@ -182,9 +183,14 @@ def random_heads(seed):
 
 
 @pytest.mark.parametrize("implementation", ["auto", "xla", "reference"])
-def test_causal_attention(implementation):
+@pytest.mark.parametrize("at_once", [0, 1, 3, 4, 9])
+def test_causal_attention(monkeypatch, implementation, at_once):
+    if at_once:  # a single CPU, which takes so many of the four heads after another
+        monkeypatch.setattr(jax, "device_count", lambda: 1)
+        monkeypatch.setattr(kernels, "CPU_SCORES", at_once * 7**2)
     query, key, value = (random_heads(seed) for seed in range(3))
-    output = jax.jit(causal_attention, static_argnums=3)(query, key, value, implementation)
+    # Traced anew for each number of heads at once, which jit does not see.
+    output = jax.jit(lambda *heads: causal_attention(*heads, implementation))(query, key, value)
     for b, h in np.ndindex(2, 2):
         score = np.asarray(query[b, h] @ key[b, h].T)
         weights = reference.attention_weights(score, np.tri(7, dtype=bool))
