@@ -34,10 +34,13 @@ BASE = "full"
 def rows_of(base: Config) -> dict[str, dict[str, Any]]:
     """Returns the rows of the table, in order: their names and what they change."""
     bounds = options()["model.bound"].metadata["choices"]
+    inputs = options()["model.gate_inputs"].metadata["choices"]
+    other_inputs = [kind for kind in inputs if kind != base.model.gate_inputs]
     other_bounds = [kind for kind in bounds if kind not in ("none", base.model.bound)]
     return {
         BASE: {},
         "no_gates": {"model.gates": False},
+        **{f"{kind}_gates": {"model.gate_inputs": kind} for kind in other_inputs},
         "no_gate_normalization": {"model.gate_normalization": False},
         "no_value_gate": {"model.value_gate": False},
         "no_drift": {"model.drift": "none"},

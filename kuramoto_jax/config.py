@@ -111,6 +111,12 @@ class ModelConfig(_Group):
         choices=("auto", "reference", "xla"),
     )
     gates: bool = option(True, "gate the scores; without, all coordinates count", model="kuramoto")
+    gate_inputs: str = option(
+        "head",
+        "what gates and value gate of a head read: its own coordinates, or the whole token's",
+        choices=("head", "token"),
+        model="kuramoto",
+    )
     gate_normalization: bool = option(
         True, "divide the gates of a head by their mean", model="kuramoto"
     )
@@ -457,7 +463,8 @@ def parameter_budget(model: ModelConfig) -> dict[str, int]:
 
     For D coordinates, H heads, F hidden units, V symbols and L layers:
 
-      kuramoto     attention L (3 (2D D + D) + H + 2D)      (gates, tau, omega, radii)
+      kuramoto     attention L (3 (2D D / H + D) + H + 2D)  (gates, tau, omega, radii),
+                   or L (3 (2D D + D) + H + 2D) where the gates read the whole token
                    feed-forward L (3 D F + D), or L (5 D F + D) on the lift
                    embedding V D, readout V + 1 (+ V D untied)
       transformer  attention 4 L D^2, feed-forward 3 L D F, norms 2 L D + D, embedding V D
@@ -477,7 +484,8 @@ def parameter_budget(model: ModelConfig) -> dict[str, int]:
         reads = 2 * d if model.feedforward == "lift" else d
         readouts = 2 * model.gates + model.value_gate
         radii = d if model.bound != "none" else 0
-        attention = readouts * (2 * d * d + d) + h + radii
+        gate_reads = 2 * (model.head_width if model.gate_inputs == "head" else d)
+        attention = readouts * (gate_reads * d + d) + h + radii
         attention += d if model.drift == "learned" else 0
         attention += 4 * d * d if model.value_projection else 0
         attention += 2 * d if model.normalization else 0

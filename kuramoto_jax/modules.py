@@ -61,13 +61,20 @@ class PhaseEmbed(nn.Module):
         return jnp.take(self.phases, tokens_BT, axis=0)
 
 
+# One nn.Dense a head: [B, T, H, C] to [B, H, T, F], kernel [H, C, F], bias [H, F].
+_HeadDense = nn.vmap(
+    nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=2, out_axes=1
+)
+
+
 class KuramotoAttention(nn.Module):
     """Steps 1 to 6 of the layer: gates, coupling, and the signed value gate that scales it.
 
-    The gates read the lift of all D coordinates of a token and are normalised within each head;
-    tau is a scalar a head and omega a rate a coordinate. Ablations leave out a part with its
-    parameters, or put back what the layer does without: a dense value projection, whose output
-    takes the place of the lift as the value, and RMS normalisation of what the gates read.
+    The gates of a head read the lift of its own K coordinates, or of all D of the token, and are
+    normalised within the head; tau is a scalar a head and omega a rate a coordinate. Ablations
+    leave out a part with its parameters, or put back what the layer does without: a dense value
+    projection, whose output takes the place of the lift as the value, and RMS normalisation of
+    what the gates read.
     """
 
     config: ModelConfig
@@ -87,23 +94,21 @@ class KuramotoAttention(nn.Module):
                 reduction_axes=(-2, -1), feature_axes=(-2, -1), dtype=config.dtype, name="norm"
             )(inputs_BTHC)
 
-        def readout(name: str, features: int, **arguments: Any) -> jax.Array:
-            """A linear map of a token's inputs to `features` for each head, [B, H, T, features]."""
-            dense = nn.DenseGeneral(
-                (heads, features),
-                axis=(-2, -1),
-                dtype=config.dtype,
-                dot_general=kernels.dense_general,
-                name=name,
-                **arguments,
-            )
+        options = {"dtype": config.dtype, "dot_general": kernels.dense_general}
+
+        def gate(name: str, **arguments: Any) -> jax.Array:
+            """A linear readout of the inputs, one number a coordinate: [B, H, T, K]."""
+            arguments |= options | {"name": name}
+            if config.gate_inputs == "head":
+                return _HeadDense(width, **arguments)(inputs_BTHC)
+            dense = nn.DenseGeneral((heads, width), axis=(-2, -1), **arguments)
             return dense(inputs_BTHC).transpose(0, 2, 1, 3)
 
         gate_q_BHTK = gate_k_BHTK = None
         if config.gates:
             rho = layer.normalized_gate if config.gate_normalization else nn.softplus
-            gate_q_BHTK = rho(readout("gate_q", width))
-            gate_k_BHTK = rho(readout("gate_k", width))
+            gate_q_BHTK = rho(gate("gate_q"))
+            gate_k_BHTK = rho(gate("gate_k"))
             self.sow("intermediates", "gates", (gate_q_BHTK, gate_k_BHTK))
         tau_H = self.param("tau", nn.initializers.constant(config.tau), (heads,))
         query, key, value = _over_batch_and_heads(
@@ -114,7 +119,10 @@ class KuramotoAttention(nn.Module):
         )(lift_BHTC, gate_q_BHTK, gate_k_BHTK, tau_H, self._rates())
         query, key, value = (x.astype(config.dtype) for x in (query, key, value))
         if config.value_projection:
-            value = readout("value", 2 * width, use_bias=False)
+            project = nn.DenseGeneral(
+                (heads, 2 * width), axis=(-2, -1), use_bias=False, name="value", **options
+            )
+            value = project(inputs_BTHC).transpose(0, 2, 1, 3)
         self.sow("intermediates", "features", (query, key, value))
 
         if cache is None:
@@ -123,7 +131,7 @@ class KuramotoAttention(nn.Module):
             resultant_BHTC, cache = caching.cached_attention(query, key, value, cache, position)
         increment_BHTK = layer.tangent_from_lift(lift_BHTC, resultant_BHTC)
         if config.value_gate:
-            value_gate_BHTK = readout("value_gate", width, bias_init=_value_bias(config))
+            value_gate_BHTK = gate("value_gate", bias_init=_value_bias(config))
             self.sow("intermediates", "value_gates", value_gate_BHTK)
             increment_BHTK = value_gate_BHTK.astype(increment_BHTK.dtype) * increment_BHTK
         return increment_BHTK.transpose(0, 2, 1, 3).reshape(theta_BTD.shape), cache
@@ -144,16 +152,14 @@ class KuramotoAttention(nn.Module):
 
 
 def _value_bias(config: ModelConfig) -> Callable:
-    """Returns the initialiser of the value gate's bias [H, K]."""
+    """Returns the initialiser of the value gate's bias, the same for every head."""
     bias_K = {
         "ones": np.ones(config.head_width),
         "alternating": 1.0 - np.arange(config.head_width) % 2,
         "zeros": np.zeros(config.head_width),
     }[config.value_bias]
-    # DenseGeneral initialises a flat array and gives it its shape afterwards.
-    return lambda key, shape, dtype: jnp.asarray(np.tile(bias_K, config.heads), dtype).reshape(
-        shape
-    )
+    # A Dense initialises the [K] of one head, a DenseGeneral the flat [H K] of all.
+    return lambda key, shape, dtype: jnp.asarray(np.resize(bias_K, shape), dtype)
 
 
 def _over_batch_and_heads(function: Callable) -> Callable:

@@ -380,14 +380,17 @@ def test_budget_by_hand():
     # D = 6, H = 3, F = 5, V = 7, L = 1
     small = {"layers": 1, "width": 6, "heads": 3, "hidden": 5, "symbols": 7}
     kuramoto = parameter_budget(ModelConfig(**small))
-    # three readouts 12 x 6 with bias, tau 3, omega 6, radius 6
+    # three readouts with bias, of 4 x 2 in each of three heads, tau 3, omega 6, radius 6
     assert kuramoto == {
         "embedding": 42,
-        "attention": 3 * 78 + 15,
+        "attention": 3 * (3 * 8 + 6) + 15,
         "feedforward": 96,
         "readout": 8,
-        "total": 395,
+        "total": 251,
     }
+    # the same readouts, of 12 x 6
+    whole = parameter_budget(ModelConfig(**small, gate_inputs="token"))
+    assert whole["attention"] == 3 * (12 * 6 + 6) + 15
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,12 @@ def attention_in_numpy(config, params, theta, mask="causal"):
         inputs = flat.reshape(lift.shape)
 
     def read(name):
-        bias = params[name].get("bias", 0.0)
-        return np.einsum("thc,hcij->tij", inputs, params[name]["kernel"]) + bias
+        """A head's own readout, kernel [H, 2K, K], or the whole token's, [H, 2K, H, features]."""
+        kernel, bias = params[name]["kernel"], params[name].get("bias", 0.0)
+        return (
+            np.einsum("thc,hcj->thj" if kernel.ndim == 3 else "thc,hcij->tij", inputs, kernel)
+            + bias
+        )
 
     gate_q = gate_k = np.ones(split.shape)
     if config.gates:
@@ -200,6 +204,8 @@ def test_an_ablation_changes_the_computation(fields, names):
     [
         {},
         {"implementation": "reference"},
+        {"gate_inputs": "token"},
+        {"gate_inputs": "token", "normalization": True},
         {"width": 4, "heads": 4},
         {"value_projection": True, "implementation": "reference"},
         *(fields for fields, _ in ABLATIONS.values() if "bound" not in fields),
@@ -215,6 +221,25 @@ def test_attention(fields):
     assert increment.dtype == jnp.float32
     for row, theta_row in zip(increment, theta, strict=True):
         close(row, attention_in_numpy(config, params, theta_row))
+
+
+@pytest.mark.parametrize("gate_inputs", ["head", "token"])
+def test_gates_of_a_head_read_its_own_coordinates_or_the_token(gate_inputs):
+    module, theta = KuramotoAttention(config_of(gate_inputs=gate_inputs)), phases()
+    params = randomized(module, theta)
+
+    def gates(theta):
+        _, seen = module.apply({"params": params}, theta, mutable="intermediates")
+        seen = seen["intermediates"]
+        return [*seen["gates"][0], seen["value_gates"][0]]
+
+    last_head = np.where(np.arange(SMALL.width) < SMALL.head_width, 0.0, 0.5)
+    for before, after in zip(
+        gates(theta), gates(theta + jnp.asarray(last_head, jnp.float32)[None, None, :]), strict=True
+    ):
+        change = np.abs(before - after).max(axis=(0, 2, 3))
+        assert change[1] > 1e-2
+        assert change[0] > 1e-2 if gate_inputs == "token" else change[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
     python -m experiments.enwik8 --config=experiments/configs/kuramoto_200k.py
 
-215,943 parameters: 3 layers of 64 coordinates in 2 heads, feed-forward width 216. Its matched
+216,329 parameters: 4 layers of 64 coordinates in 2 heads, feed-forward width 194. Its matched
 baseline is transformer_200k.py (217,664), equal in data, batches, steps and schedule.
 
 Budget: 1,500 steps of 32 windows of 128 bytes, 6 million bytes. Learning rates are the best of the
@@ -21,10 +21,10 @@ def get_config() -> ConfigDict:
     config.data.window = 128
 
     config.model.name = "kuramoto"
-    config.model.layers = 3
+    config.model.layers = 4
     config.model.width = 64
     config.model.heads = 2
-    config.model.hidden = 216
+    config.model.hidden = 194
 
     config.optim.learning_rate = 1.2e-2
 

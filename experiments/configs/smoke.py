@@ -2,7 +2,7 @@
 
     python -m experiments.enwik8 --config=experiments/configs/smoke.py
 
-Kuramoto attention, 2 layers, 33,413 parameters, on the standard library's sources.
+Kuramoto attention, 2 layers, 27,269 parameters, on the standard library's sources.
 """
 
 from ml_collections import ConfigDict

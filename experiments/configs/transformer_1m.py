@@ -3,7 +3,7 @@
     python -m experiments.enwik8 --config=experiments/configs/transformer_1m.py
 
 1,022,336 parameters: 5 layers of width 128 in 4 heads, feed-forward width 344, tied embeddings.
-Everything that does not belong to the network is that of kuramoto_1m.py (1,019,153), but for the
+Everything that does not belong to the network is that of kuramoto_1m.py (1,021,465), but for the
 learning rates and the scale of the embeddings, which each model has its own best of.
 
 Budget: that of kuramoto_1m.py. The paper reports 1.616 +- 0.004 validation bpc over seeds. Made
