@@ -48,6 +48,7 @@ def test_each_row_is_a_configuration_that_differs_in_what_it_says(bound, other):
     assert list(rows) == [
         "full",
         "no_gates",
+        "token_gates",
         "no_gate_normalization",
         "no_value_gate",
         "no_drift",
