@@ -107,8 +107,8 @@ class ModelConfig(_Group):
 
     implementation: str = option(
         "auto",
-        "attention implementation",
-        choices=("auto", "reference", "xla"),
+        "attention implementation; one that does not work here gives way to xla",
+        choices=("auto", "reference", "xla", "cudnn", "pallas"),
     )
     gates: bool = option(True, "gate the scores; without, all coordinates count", model="kuramoto")
     gate_inputs: str = option(

@@ -498,8 +498,10 @@ def kuramoto_attention(
       mask: "causal" (a token attends to itself and to earlier ones), "full", or a boolean [T, T]
         array, True = may attend. A token with nothing to attend to feels no coupling.
       implementation: "reference" composes the functions of this module; "xla" never holds the
-        [T, T] matrix and is fast on CPU and correct everywhere; "auto" picks. All agree in value
-        and gradient.
+        [T, T] matrix and is fast on CPU and correct everywhere; "cudnn" is for half precision on
+        NVIDIA GPUs; "pallas" makes queries, keys and values inside its kernel, on GPU and TPU
+        (interpreted, and slow, on CPU); "auto" picks. All agree in value and gradient. One that
+        does not work with these arguments here gives way to "xla" and says so once in the log.
 
     Returns:
       [T, K] coupling, float32 (float64 where `theta` is), |a| <= 1.
@@ -512,14 +514,23 @@ def kuramoto_attention(
     length = theta.shape[0]
     if positions is None:
         positions = jnp.arange(length, dtype=jnp.int32)
-    if kernels.resolve(implementation) == "reference":
+    causal = isinstance(mask, str) and mask == "causal"
+    dtype = theta.dtype if gate_q is None else gate_q.dtype
+    chosen = kernels.resolve(
+        implementation, dtype, 2 * theta.shape[-1], causal=causal, from_phases=True
+    )
+    if chosen == "reference":
         score = phase_score(theta, theta, gate_q, gate_k, tau, omega, positions, positions)
         weights = attention_weights(score, mask_array(mask, length, length))
         return tangent_update(theta, circular_mean(weights, theta))
-    causal = isinstance(mask, str) and mask == "causal"
+    if chosen == "pallas":
+        return kernels.pallas.coupling(_wide(theta), gate_q, gate_k, tau, omega, positions)
     lift = phase_features(_wide(theta))
     query, key, value = attention_features(lift, gate_q, gate_k, tau, omega, positions)
-    resultant = kernels.attention(
-        query, key, value, None if causal else mask_array(mask, length, length), causal=causal
-    )
+    if chosen == "cudnn":
+        one_head = (x[None, None] for x in (query, key, value))
+        resultant = kernels.cudnn.attention(*one_head)[0, 0]
+    else:
+        allowed = None if causal else mask_array(mask, length, length)
+        resultant = kernels.attention(query, key, value, allowed, causal=causal)
     return tangent_from_lift(lift, resultant)

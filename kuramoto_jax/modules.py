@@ -111,12 +111,11 @@ class KuramotoAttention(nn.Module):
             gate_k_BHTK = rho(gate("gate_k"))
             self.sow("intermediates", "gates", (gate_q_BHTK, gate_k_BHTK))
         tau_H = self.param("tau", nn.initializers.constant(config.tau), (heads,))
+        gates_and_rates = (gate_q_BHTK, gate_k_BHTK, tau_H, self._rates())
+        positions_T = caching.chunk_positions(position, theta_BTD.shape[1])
         query, key, value = _over_batch_and_heads(
-            functools.partial(
-                layer.attention_features,
-                positions=caching.chunk_positions(position, theta_BTD.shape[1]),
-            )
-        )(lift_BHTC, gate_q_BHTK, gate_k_BHTK, tau_H, self._rates())
+            functools.partial(layer.attention_features, positions=positions_T)
+        )(lift_BHTC, *gates_and_rates)
         query, key, value = (x.astype(config.dtype) for x in (query, key, value))
         if config.value_projection:
             project = nn.DenseGeneral(
@@ -125,11 +124,19 @@ class KuramotoAttention(nn.Module):
             value = project(inputs_BTHC).transpose(0, 2, 1, 3)
         self.sow("intermediates", "features", (query, key, value))
 
-        if cache is None:
-            resultant_BHTC = kernels.causal_attention(query, key, value, config.implementation)
+        chosen = kernels.resolve(
+            config.implementation, query.dtype, 2 * width, from_phases=not config.value_projection
+        )
+        if cache is None and chosen == "pallas":
+            increment_BHTK = _over_batch_and_heads(
+                functools.partial(kernels.pallas.coupling, positions=positions_T)
+            )(theta_BTHK.transpose(0, 2, 1, 3), *gates_and_rates)
         else:
-            resultant_BHTC, cache = caching.cached_attention(query, key, value, cache, position)
-        increment_BHTK = layer.tangent_from_lift(lift_BHTC, resultant_BHTC)
+            if cache is None:
+                resultant_BHTC = kernels.causal_attention(query, key, value, chosen)
+            else:
+                resultant_BHTC, cache = caching.cached_attention(query, key, value, cache, position)
+            increment_BHTK = layer.tangent_from_lift(lift_BHTC, resultant_BHTC)
         if config.value_gate:
             value_gate_BHTK = gate("value_gate", bias_init=_value_bias(config))
             self.sow("intermediates", "value_gates", value_gate_BHTK)

@@ -5,9 +5,12 @@ is here computes that for one head; batch and heads come from `jax.vmap`.
 """
 
 import functools
+import logging
 
 import jax
+import jax.numpy as jnp
 
+from kuramoto_jax.kernels import cudnn, pallas
 from kuramoto_jax.kernels.dense import dense, dense_general
 from kuramoto_jax.kernels.xla import accumulation_dtype, attention, dot
 
@@ -16,20 +19,39 @@ __all__ = [
     "accumulation_dtype",
     "attention",
     "causal_attention",
+    "cudnn",
     "dense",
     "dense_general",
     "dot",
+    "pallas",
     "resolve",
 ]
 
-IMPLEMENTATIONS = ("auto", "reference", "xla")
+IMPLEMENTATIONS = ("auto", "reference", "xla", "cudnn", "pallas")
 
 # Scores that attention on a CPU works on at once, over heads: 4 MB of them stay in its caches.
 CPU_SCORES = 2**20
 
 
-def resolve(implementation: str) -> str:
-    """Returns the implementation that a request stands for: "auto" becomes the best one here.
+def resolve(
+    implementation: str,
+    dtype: jnp.dtype,
+    features: int,
+    *,
+    causal: bool = True,
+    from_phases: bool = False,
+) -> str:
+    """Returns the implementation that runs where one is asked for.
+
+    "auto" is "cudnn" where that works, else "xla". A request that cannot be met here falls back to
+    "xla" and says so once, in the log of `kuramoto_jax`.
+
+    Args:
+      implementation: one of `IMPLEMENTATIONS`.
+      dtype: compute type, that of the features.
+      features: C = 2K, features of a head.
+      causal: whether the mask is the causal one.
+      from_phases: whether the caller has phases and gates, which is what "pallas" takes.
 
     Raises:
       ValueError: for an unknown name.
@@ -38,7 +60,31 @@ def resolve(implementation: str) -> str:
         raise ValueError(
             f"implementation={implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}"
         )
-    return "xla" if implementation == "auto" else implementation
+    refused = ""
+    if implementation in ("auto", "cudnn"):
+        refused = cudnn.refusal(jnp.dtype(dtype), features) if causal else "the mask is not causal"
+        if implementation == "auto":
+            return "xla" if refused else "cudnn"
+    if implementation == "pallas":
+        refused = _pallas_refusal(features, causal, from_phases)
+    if refused:
+        _say_once(f"attention by {implementation} falls back to xla: {refused}")
+    return "xla" if refused else implementation
+
+
+def _pallas_refusal(features: int, causal: bool, from_phases: bool) -> str:
+    if not from_phases:
+        return "what is averaged is not the lift of the phases alone"
+    if not causal:
+        return "the mask is not causal"
+    if not pallas.supports(features // 2):
+        return f"{features // 2} coordinates a head are not a power of two from 16"
+    return ""
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    logging.getLogger("kuramoto_jax").warning(line)
 
 
 def causal_attention(
@@ -60,7 +106,10 @@ def causal_attention(
     computation stays in its caches; an accelerator, or a mesh that shares the heads out, all at
     once.
     """
-    if resolve(implementation) == "reference":
+    chosen = resolve(implementation, query.dtype, query.shape[-1])
+    if chosen == "cudnn":
+        return cudnn.attention(query, key, value)
+    if chosen == "reference":
         heads_last = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
         output = jax.nn.dot_product_attention(*heads_last, scale=1.0, is_causal=True)
         return output.transpose(0, 2, 1, 3)
