@@ -34,7 +34,8 @@ from kuramoto_jax.data import load_corpus
 from kuramoto_jax.generate import as_text
 from kuramoto_jax.metrics import write_atomically
 from kuramoto_jax.modules import position_rates
-from kuramoto_jax.train import check_same_data, load_run
+from kuramoto_jax.train import load_run
+from kuramoto_jax.workdir import check_same_data
 
 GLOSSARY = """\
 |G| is the order parameter of the tokens that a token attends to, beside its value under equal

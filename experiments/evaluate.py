@@ -17,7 +17,8 @@ from absl import flags
 from experiments.command import read_flags, run
 from kuramoto_jax.config import ConfigError
 from kuramoto_jax.data import load_corpus
-from kuramoto_jax.train import check_same_data, evaluate, load_run
+from kuramoto_jax.train import evaluate, load_run
+from kuramoto_jax.workdir import check_same_data
 
 SPLITS = ("train", "validation", "test")
 

@@ -19,7 +19,7 @@ from typing import Any
 from kuramoto_jax.config import ConfigError, completed, flatten, options
 from kuramoto_jax.data import ENWIK8_SPLIT
 from kuramoto_jax.metrics import read_rows
-from kuramoto_jax.train import MAY_CHANGE
+from kuramoto_jax.workdir import MAY_CHANGE
 
 # Keys that do not define what a run computes: its seed, how often it writes what, and where its
 # data came from, which their hash says better.

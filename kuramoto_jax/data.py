@@ -33,8 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-if sys.platform != "win32":
-    import fcntl
+from kuramoto_jax.lock import locked
 
 SOURCES = ("enwik8", "stdlib", "file")
 
@@ -274,7 +273,7 @@ def enwik8_path(path: str = "", *, url: str = ENWIK8_URL, cache_dir: Path | None
     part = target.with_name(target.name + ".part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(part):
+        with locked(part, lambda: _report(f"waiting for another process that writes {part}")):
             try:
                 if not target.exists():
                     _download_enwik8(url, part)
@@ -451,30 +450,6 @@ def _default_cache_dir() -> Path:
     if own := os.environ.get("KURAMOTO_JAX_CACHE"):
         return Path(_absolute(own))
     return Path(_absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "kuramoto_jax"
-
-
-@contextlib.contextmanager
-def _locked(part: Path) -> Iterator[None]:
-    """Keep other processes from the same file, creating it; do nothing on Windows."""
-    if sys.platform == "win32":
-        yield
-        return
-    while True:
-        with open(part, "ab") as file:
-            with contextlib.suppress(OSError):  # a file system without locks
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    _report(f"waiting for another process that writes {part}")
-                    fcntl.flock(file, fcntl.LOCK_EX)
-            # The file locked may have been moved or removed while this process waited for it.
-            try:
-                current = os.path.samestat(os.fstat(file.fileno()), os.stat(part))
-            except FileNotFoundError:
-                current = False
-            if current:
-                yield
-                return
 
 
 def _report(line: str) -> None:

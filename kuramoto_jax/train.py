@@ -7,9 +7,7 @@ metrics of the one before, so the device never waits for it.
 
 import contextlib
 import functools
-import importlib.metadata
 import json
-import platform
 import signal
 import time
 from collections.abc import Callable
@@ -27,7 +25,7 @@ from jax.sharding import Mesh
 from kuramoto_jax import data, optim, sharding
 from kuramoto_jax.baselines import LanguageModel, bigram_bpc, build
 from kuramoto_jax.checkpoint import Checkpoints
-from kuramoto_jax.config import Config, ConfigError, flatten
+from kuramoto_jax.config import Config, ConfigError
 from kuramoto_jax.generate import Sampling, as_text, generate
 from kuramoto_jax.loss import bits, next_byte_loss
 from kuramoto_jax.metrics import (
@@ -38,21 +36,16 @@ from kuramoto_jax.metrics import (
     write_atomically,
 )
 from kuramoto_jax.model import param_count
+from kuramoto_jax.workdir import (
+    check_workdir,
+    claim_workdir,
+    finished_summary,
+    locked_workdir,
+    stored_config,
+)
 
 # Bytes whose gradient a single CPU takes at once.
 CPU_BYTES = 512
-
-# Keys that a run may change when it is continued; every other one defines what is computed.
-MAY_CHANGE = (
-    "train.steps",
-    "train.eval_batch_size",
-    "train.log_every",
-    "train.eval_every",
-    "train.checkpoint_every",
-    "train.keep",
-    "train.sample_length",
-    "train.tensorboard",
-)
 
 
 class TrainError(RuntimeError):
@@ -298,102 +291,6 @@ class _StopRequest:
         self._restore()
 
 
-def _differing_keys(stored: Config, config: Config) -> list[str]:
-    """Returns a note for each key with another value that a continued run must not change."""
-    old, new = flatten(stored.to_dict()), flatten(config.to_dict())
-    return [
-        f"{key}: {old[key]!r} in the directory, {new[key]!r} asked for"
-        for key in old
-        if old[key] != new[key] and key not in MAY_CHANGE
-    ]
-
-
-def _stored_config(workdir: Path) -> Config:
-    """Reads the `config.json` of a run.
-
-    Raises:
-      ConfigError: if it is not there, not JSON or not a configuration.
-    """
-    path = workdir / "config.json"
-    if not path.exists():
-        raise ConfigError(f"workdir={workdir}: holds no run (no config.json)")
-    try:
-        return Config.from_mapping(json.loads(path.read_text()))
-    except (json.JSONDecodeError, UnicodeDecodeError, ConfigError) as error:
-        raise ConfigError(f"workdir={workdir}: its config.json is damaged ({error})") from error
-
-
-def check_same_data(workdir: Path, corpus: data.Corpus) -> None:
-    """Checks that a run in a directory began on these bytes, as its `environment.json` tells.
-
-    Raises:
-      ConfigError: if it began on others, or the file cannot be read.
-    """
-    path = workdir / "environment.json"
-    if not path.exists():
-        return
-    try:
-        stored = json.loads(path.read_text())["data"]
-        digest, description = str(stored["sha256"]), stored["description"]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError(
-            f"workdir={workdir}: its environment.json is damaged ({type(error).__name__}: {error})"
-        ) from error
-    if digest != corpus.sha256:
-        raise ConfigError(
-            f"workdir={workdir}: the data has changed since the run began ({description}, sha256 "
-            f"{digest[:12]}..., now {corpus.sha256[:12]}...); choose another --workdir"
-        )
-
-
-def _check_workdir(workdir: Path, config: Config, corpus: data.Corpus) -> int:
-    """Checks that a directory is new or holds this run; writes nothing.
-
-    Returns:
-      The newest stored step, 0 where there is none.
-
-    Raises:
-      ConfigError: if the directory holds another run, or something else.
-    """
-    step = _newest_step(workdir)
-    if (workdir / "config.json").exists():
-        stored = _stored_config(workdir)
-        differing = _differing_keys(stored, config)
-        if differing:
-            raise ConfigError(
-                f"workdir={workdir}: holds a run of another configuration "
-                f"({'; '.join(differing)}); choose another --workdir or the stored values"
-            )
-        check_same_data(workdir, corpus)
-        if step > config.train.steps:
-            raise ConfigError(
-                f"train.steps={config.train.steps}: the run in {workdir} is at step {step} already"
-            )
-    elif workdir.exists() and not workdir.is_dir():
-        raise ConfigError(f"workdir={workdir}: is a file; choose a directory")
-    elif workdir.is_dir() and any(path.suffix != ".part" for path in workdir.iterdir()):
-        raise ConfigError(
-            f"workdir={workdir}: is not empty and holds no run (no config.json); "
-            "choose an empty or a new directory"
-        )
-    return step
-
-
-def _claim_workdir(workdir: Path, config: Config, corpus: data.Corpus) -> None:
-    """Writes `config.json` and `environment.json`."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-    devices = jax.devices()
-    environment = {
-        "python": platform.python_version(),
-        "packages": {name: importlib.metadata.version(name) for name in packages},
-        "device": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
-        "data": {"description": corpus.description, "sha256": corpus.sha256},
-    }
-    write_atomically(workdir / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
-    write_atomically(workdir / "environment.json", json.dumps(environment, indent=2) + "\n")
-
-
 def _next_stop(step: int, config: Config) -> int:
     """Returns the step at which the compiled call that starts at `step` has to end."""
     every = (config.train.log_every, config.train.eval_every, config.train.checkpoint_every)
@@ -483,25 +380,31 @@ def fit(
             f"model.symbols={config.model.symbols}: the data holds byte {largest}; "
             f"use at least {largest + 1}, or 256 for any bytes"
         )
-    step = _check_workdir(workdir, config, corpus)
-    summary_path = workdir / "summary.json"
-    if summary_path.exists():
-        summary = json.loads(summary_path.read_text())
-        if summary["steps"] == config.train.steps:
-            log(f"{workdir} holds this run, finished at step {summary['steps']}")
-            return summary
+    check_workdir(workdir, config, corpus)
+    if summary := finished_summary(workdir, config.train.steps):
+        log(f"{workdir} holds this run, finished at step {config.train.steps}")
+        return summary
+    with locked_workdir(workdir):
+        return _run(config, workdir, corpus, mesh, log)
 
+
+def _run(
+    config: Config, workdir: Path, corpus: data.Corpus, mesh: Mesh, log: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """Does what `fit` promises, in a directory that no other process writes in."""
+    # Until the directory was locked, another process may have trained in it.
+    step = check_workdir(workdir, config, corpus)
+    window = config.data.window
     model = build(config.model)
     state = init_state(config, mesh)
     params = param_count(state.params)
     log(_describe(config, workdir, corpus, params, mesh))
-    if step and (before := _stored_config(workdir).train.steps) != config.train.steps:
+    if step and (before := stored_config(workdir).train.steps) != config.train.steps:
         log(
             f"train.steps is {config.train.steps}, was {before}: from here on the learning rate "
             "follows the schedule of the new length"
         )
-    _claim_workdir(workdir, config, corpus)
-    summary_path.unlink(missing_ok=True)
+    claim_workdir(workdir, config, corpus)
     with (
         contextlib.closing(Checkpoints(workdir / "checkpoints", config.train.keep)) as checkpoints,
         MetricsWriter(workdir, step, config.train.tensorboard) as writer,
@@ -577,7 +480,7 @@ def fit(
             "bigram_val_bpc": bigram_bpc(corpus.train, corpus.validation),
             "bigram_test_bpc": bigram_bpc(corpus.train, corpus.test),
         }
-        write_atomically(summary_path, json.dumps(summary, indent=2) + "\n")
+        write_atomically(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     log(
         f"finished in {duration(summary['seconds'])}: best at step {best['step']}\n"
         f"validation {summary['val_bpc']:.4f} bpc (bigram model {summary['bigram_val_bpc']:.4f})\n"
@@ -602,15 +505,6 @@ def _describe(config: Config, workdir: Path, corpus: data.Corpus, params: int, m
         "bpc = bits per character, one character = one byte; scored bytes have 1 to "
         f"{window} bytes of context"
     )
-
-
-def _newest_step(workdir: Path) -> int:
-    """Returns the newest stored step of a run, 0 where there is none; changes nothing."""
-    directory = workdir / "checkpoints"
-    if not directory.is_dir():
-        return 0
-    with contextlib.closing(Checkpoints(directory, create=False)) as checkpoints:
-        return max(checkpoints.steps(), default=0)
 
 
 @jax.jit
@@ -675,7 +569,7 @@ def load_run(workdir: str | Path) -> tuple[Config, LanguageModel, Any, int]:
       ConfigError: if the directory holds no run or no checkpoint.
     """
     workdir = Path(workdir).expanduser().absolute()
-    config = _stored_config(workdir)
+    config = stored_config(workdir)
     directory = workdir / "checkpoints"
     none_yet = f"workdir={workdir}: has no whole checkpoint yet"
     if not directory.is_dir():

@@ -618,6 +618,26 @@ def test_finished_run_is_not_run_again(corpus_path, stand_in, finished, monkeypa
     assert snapshot(finished) == before
 
 
+def test_second_process_in_a_directory_is_refused(corpus_path, stand_in, whole_run, tmp_path):
+    config, refusals = make_config(corpus_path), []
+
+    def second():
+        with pytest.raises(ConfigError, match=r"^workdir=[^\n]+ trains in it[^\n]+$") as refusal:
+            train.fit(config, tmp_path / "run", log=quiet)
+        refusals.append(refusal)
+
+    train.fit(config, tmp_path / "run", log=on_line("step  8/20", second))
+    assert len(refusals) == 1
+    assert_same_run(whole_run, tmp_path / "run", config)
+    assert not (tmp_path / "run" / "lock").exists()
+
+
+def test_damaged_summary_is_made_again(corpus_path, stand_in, whole_run, finished):
+    (finished / "summary.json").write_text('{"steps": 2')
+    train.fit(make_config(corpus_path), finished, log=quiet)
+    assert_same_run(whole_run, finished, make_config(corpus_path))
+
+
 def test_more_steps_continue_a_finished_run(corpus_path, stand_in, finished):
     lines = []
     before = [timeless(row) for row in rows_of(finished) if "test_bpc" not in row]
