@@ -7,8 +7,8 @@ Everything that does not belong to the network is that of kuramoto_1m.py (1,021,
 learning rates and the scale of the embeddings, which each model has its own best of.
 
 Budget: that of kuramoto_1m.py. The paper reports 1.616 +- 0.004 validation bpc over seeds. Made
-for an accelerator, and not yet run to the end here, where there is none. Its first 500 steps in
-small are in docs/training.md.
+for an accelerator, and not yet run to the end here, where there is none. A run in small,
+1,500 steps, is in docs/training.md.
 """
 
 from ml_collections import ConfigDict

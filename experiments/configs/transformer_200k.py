@@ -3,7 +3,7 @@
     python -m experiments.enwik8 --config=experiments/configs/transformer_200k.py
 
 217,664 parameters: 4 layers of width 64 in 2 heads, feed-forward width 176, tied embeddings.
-Everything that does not belong to the network is that of kuramoto_200k.py (215,943), but for the
+Everything that does not belong to the network is that of kuramoto_200k.py (216,329), but for the
 learning rates, which each model has its own best of (docs/training.md).
 """
 
