@@ -1,18 +1,20 @@
 """Writes text with the model of a run, byte by byte as it is drawn.
 
     python -m experiments.sample --workdir=DIR [--prompt=TEXT] [--length=N] [--temperature=X]
-        [--top_p=X] [--top_k=N] [--min_p=X] [--seed=N] [--samples=N] [--json | --raw]
+        [--top_p=X] [--top_k=N] [--min_p=X] [--seed=N] [--samples=N] [--window=N] [--json | --raw]
 
 The prompt is the flag's text or, without the flag, what comes on standard input; an empty one
-becomes a newline. Any bytes will do. The best checkpoint by validation is used, with the run's
-window as memory.
+becomes a newline. Any bytes will do. The best checkpoint by validation is used. In each layer a
+byte attends to the last N bytes, those of the run's window where N is not given; texts may be of
+any length. Several samples are drawn at once: the first is shown as it is drawn, the others after
+it.
 """
 
 import base64
 import codecs
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from os import fsencode
 
 import jax
@@ -38,6 +40,9 @@ def define_flags() -> flags.FlagValues:
     flags.DEFINE_float("min_p", 0.0, "bytes this times the likeliest; 0: all", flag_values=values)
     flags.DEFINE_integer("seed", 0, "seed of the draws", 0, flag_values=values)
     flags.DEFINE_integer("samples", 1, "texts to write", 1, flag_values=values)
+    flags.DEFINE_integer(
+        "window", None, "bytes a layer attends to; default: the run's", 1, flag_values=values
+    )
     flags.DEFINE_bool("json", False, "one JSON object a text, a line each", flag_values=values)
     flags.DEFINE_bool("raw", False, "the drawn bytes and nothing else", flag_values=values)
     return values
@@ -80,32 +85,44 @@ def write_samples(argv: Sequence[str]) -> None:
         jnp.tile(jnp.asarray(prompt, jnp.int32), (values.samples, 1)),
         jax.random.key(values.seed),
         length=values.length,
-        slots=config.data.window,
+        slots=values.window or config.data.window,
         sampling=sampling,
     )
     if values.raw:
         for piece in pieces:
             sys.stdout.buffer.write(piece.tobytes())
             sys.stdout.buffer.flush()
-    elif values.json or values.samples > 1:
-        texts = np.concatenate(list(pieces), axis=1)
-        for number, text in enumerate(texts):
-            if values.json:
-                row = {
-                    "prompt": as_text(prompt),
-                    "text": as_text(text),
-                    "base64": base64.b64encode(text.tobytes()).decode(),
-                }
-                print(json.dumps(row))
-            else:
-                print(f"--- sample {number + 1}\n{as_text(prompt)}{as_text(text)}")
+    elif values.json:
+        for text in np.concatenate(list(pieces), axis=1):
+            row = {
+                "prompt": as_text(prompt),
+                "text": as_text(text),
+                "base64": base64.b64encode(text.tobytes()).decode(),
+            }
+            print(json.dumps(row))
     else:
-        # Characters of several bytes may be cut between pieces.
-        decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-        print(printable(decoder.decode(prompt.tobytes())), end="", flush=True)
-        for piece in pieces:
-            print(printable(decoder.decode(piece.tobytes())), end="", flush=True)
-        print(printable(decoder.decode(b"", final=True)))
+        show(prompt, pieces, values.samples)
+
+
+def show(prompt: np.ndarray, pieces: Iterable[np.ndarray], samples: int) -> None:
+    """Prints a prompt and its continuations, the first of them as it is drawn.
+
+    Args:
+      prompt: [T] bytes.
+      pieces: the continuations, [samples, n] bytes at a time.
+      samples: how many there are; each of several gets a heading.
+    """
+    headings = [f"--- sample {number + 1}\n" if samples > 1 else "" for number in range(samples)]
+    # Characters of several bytes may be cut between pieces.
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    print(headings[0] + printable(decoder.decode(prompt.tobytes())), end="", flush=True)
+    drawn = []
+    for piece in pieces:
+        print(printable(decoder.decode(piece[0].tobytes())), end="", flush=True)
+        drawn.append(piece)
+    print(printable(decoder.decode(b"", final=True)))
+    for heading, text in zip(headings[1:], np.concatenate(drawn, axis=1)[1:], strict=True):
+        print(heading + as_text(np.concatenate([prompt, text])))
 
 
 def main(argv: Sequence[str]) -> int:

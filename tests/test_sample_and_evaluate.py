@@ -6,10 +6,12 @@ import json
 import shutil
 import sys
 
+import numpy as np
 import pytest
 import tiny_run
 
 from experiments import evaluate, sample
+from kuramoto_jax.generate import as_text
 
 CONTENT = b"the cat sat on the mat. " * 200
 
@@ -52,6 +54,43 @@ def test_seeds_and_samples_differ(run, capsysbinary):
     assert len({json.loads(line)["base64"] for line in (one, two, other)}) == 3
 
 
+def test_several_texts_are_those_of_the_json_and_the_first_is_shown_as_it_is_drawn(
+    run, capsysbinary
+):
+    flags = ("--prompt=a", "--length=40", "--samples=2")
+    rows = [json.loads(line) for line in sampled(run, capsysbinary, *flags, "--json").splitlines()]
+    shown = sampled(run, capsysbinary, *flags).decode()
+    expected = [
+        f"--- sample {number}\n"
+        + as_text(np.frombuffer(b"a" + base64.b64decode(row["base64"]), np.uint8))
+        for number, row in enumerate(rows, start=1)
+    ]
+    assert shown == "\n".join(expected) + "\n"
+
+
+def test_the_first_of_several_texts_does_not_wait_for_the_others(capsys):
+    def pieces():
+        yield np.array([[97, 98], [99, 100]], np.uint8)
+        assert capsys.readouterr().out == "--- sample 1\n>ab"
+        yield np.array([[101], [102]], np.uint8)
+
+    sample.show(np.array([62], np.uint8), pieces(), 2)
+    assert capsys.readouterr().out == "e\n--- sample 2\n>cdf\n"
+
+
+def test_the_window_of_the_memory(run, capsysbinary, monkeypatch):
+    asked = []
+
+    def stream(*args, slots, **fields):
+        asked.append(slots)
+        yield np.zeros((1, 3), np.uint8)
+
+    monkeypatch.setattr(sample, "stream", stream)
+    for flags in ([], ["--window=1"], ["--window=64"]):
+        assert sampled(run, capsysbinary, "--prompt=a", "--raw", *flags) == bytes(3)
+    assert asked == [16, 1, 64]  # the run's own first
+
+
 @pytest.mark.parametrize("prompt", [b"\x00\xff\xfe", b"", "é€".encode() * 40, b"\r\n\t"])
 def test_any_bytes_on_standard_input(run, capsysbinary, monkeypatch, prompt):
     monkeypatch.setattr(sys, "stdin", Stdin(prompt))
@@ -74,6 +113,7 @@ def test_characters_of_several_bytes_stay_whole(run, capsysbinary):
         (["--workdir=RUN", "--top_k=-1"], "top_k"),
         (["--workdir=RUN", "--length=0"], "length"),
         (["--workdir=RUN", "--length=x"], "length"),
+        (["--workdir=RUN", "--window=0"], "window"),
         (["--workdir=RUN", "--temprature=1"], "temprature"),
         (["--workdir=RUN", "--json", "--raw"], "raw"),
         (["--workdir=RUN", "word"], "word"),
