@@ -10,6 +10,11 @@ Arrays carry their axes in their names, one letter an axis:
   C = 2K features of a head           E features of a value
   F feed-forward width                V symbols            L layers
   N bytes of a corpus                 S slots of a cache   R rows of a block
+
+and in `kuramoto_jax.groups`, for elements of a manifold:
+
+  P numbers that hold an element      E numbers of an embedded one
+  S numbers of a tangent step         R rates of a subgroup
 """
 
 from kuramoto_jax.baselines import TransformerLM, build

@@ -200,10 +200,16 @@ def _rotate_bwd(
 rotate_features.defvjp(_rotate_fwd, _rotate_bwd)
 
 
-def _gated(gate: jax.Array | None, lift: jax.Array, scale: jax.Array | None = None) -> jax.Array:
-    """Multiplies cosines and sines [T, 2K] by gates [T, K], in the compute type.
+def gated(gate: jax.Array | None, lift: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+    """Multiplies features by gates, in the compute type.
 
-    That is the gates' type where it is a half type, else the lift's.
+    Args:
+      gate: [T, K] gates; None: none.
+      lift: [T, 2K] cosines and sines, or other features of K coordinates, [T, E K].
+      scale: [] a further factor.
+
+    Returns:
+      [T, E K] in the gates' type where that is a half type, else in the lift's.
     """
     if gate is None:
         return lift if scale is None else lift * scale
@@ -211,7 +217,8 @@ def _gated(gate: jax.Array | None, lift: jax.Array, scale: jax.Array | None = No
     gate = gate.astype(lift.dtype)
     if scale is not None:
         gate = gate * scale
-    return (jnp.concatenate([gate, gate], axis=-1) * lift).astype(dtype)
+    repeats = lift.shape[-1] // gate.shape[-1]
+    return (jnp.concatenate([gate] * repeats, axis=-1) * lift).astype(dtype)
 
 
 def _drifted(lift: jax.Array, omega: jax.Array | None, positions: jax.Array) -> jax.Array:
@@ -253,7 +260,7 @@ def phase_score(
     theta_q, theta_k = _wide(theta_q), _wide(theta_k)
     lift_q = _drifted(phase_features(theta_q), omega, positions_q)
     lift_k = _drifted(phase_features(theta_k), omega, positions_k)
-    dot_TU = kernels.dot(_gated(gate_q, lift_q), _gated(gate_k, lift_k), (1, 1))
+    dot_TU = kernels.dot(gated(gate_q, lift_q), gated(gate_k, lift_k), (1, 1))
     return dot_TU * (jnp.asarray(tau, dot_TU.dtype) / math.sqrt(theta_q.shape[-1]))
 
 
@@ -343,7 +350,7 @@ def kuramoto_coupling(weights: jax.Array, theta_q: jax.Array, theta_k: jax.Array
     return jnp.sum(weights.astype(theta_q.dtype)[:, :, None] * jnp.sin(difference_TUK), axis=1)
 
 
-def _tanh_over_root(square: jax.Array) -> jax.Array:
+def tanh_over_root(square: jax.Array) -> jax.Array:
     """Returns tanh(x) / x as a smooth function of x^2 >= 0, finite in value and slope at 0."""
     small = square < 1e-4
     root = jnp.sqrt(jnp.where(small, 1.0, square))
@@ -384,7 +391,7 @@ def bounded(
     if kind == "coordinate":
         return radius * jnp.tanh(increment)
     mean_square = jnp.mean(jnp.square(increment), axis=-1, keepdims=True)
-    return radius * increment * jnp.broadcast_to(_tanh_over_root(mean_square), increment.shape)
+    return radius * increment * jnp.broadcast_to(tanh_over_root(mean_square), increment.shape)
 
 
 def order_parameter(theta: jax.Array, axis: int | Sequence[int] = -1) -> jax.Array:
@@ -454,7 +461,7 @@ def attention_features(
     """
     rotated = _drifted(lift, omega, positions)
     scale = jnp.asarray(tau, lift.dtype) / math.sqrt(lift.shape[-1] // 2)
-    query, key = _gated(gate_q, rotated, scale), _gated(gate_k, rotated)
+    query, key = gated(gate_q, rotated, scale), gated(gate_k, rotated)
     return query, key, lift.astype(query.dtype)
 
 

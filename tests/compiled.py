@@ -5,6 +5,7 @@ Compiling operation by operation takes most of the time of a test.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import reference
 
@@ -29,3 +30,9 @@ every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS
 def inputs(tokens, width, seed=0):
     """Random layer arguments, float64 under x64 and float32 otherwise."""
     return tuple(jnp.asarray(a) for a in reference.random_inputs(tokens, width, seed))
+
+
+def random_weights(rows, cols, seed=0):
+    """Random attention weights [T, U], each row summing to one."""
+    weights = np.random.default_rng(seed).uniform(0.0, 1.0, (rows, cols)) ** 3
+    return jnp.asarray(weights / weights.sum(axis=1, keepdims=True))

@@ -20,16 +20,12 @@ from compiled import (
     order_parameter,
     phase_features,
     phase_score,
+    random_weights,
     tangent_update,
 )
 from scipy import optimize
 
 from kuramoto_jax import layer
-
-
-def random_weights(rows, cols, seed=0):
-    weights = np.random.default_rng(seed).uniform(0.0, 1.0, (rows, cols)) ** 3
-    return jnp.asarray(weights / weights.sum(axis=1, keepdims=True))
 
 
 def score_of(theta, gate_q, gate_k, tau, omega, positions):
